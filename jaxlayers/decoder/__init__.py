@@ -1,0 +1,1 @@
+"""What a layer is, and the stack of them."""
