@@ -53,6 +53,7 @@ def run(
     positions: Int[Array, "B T"],
     cache: Cache | None = None,
     collect: Sequence[int] | None = None,
+    fresh: bool = False,
 ) -> Run:
     """Runs the rows of a program over a residual stream.
 
@@ -62,7 +63,8 @@ def run(
         program of its shape.
       positions: position of each token in its sequence, -1 at padding.
       cache: keys and values of earlier tokens, a slot per visit. The T tokens are appended; the caller sees
-        to it that there is room (`Cache.room`).
+        to it that there is room; without room the result is NaN.
+      fresh: the cache is known to be empty, so nothing is read from it; static.
       collect: rows whose result is returned, static; None for none.
 
     The carry is h and, in tables with lanes, the lane inputs of the row: a Newton iteration continues from
@@ -105,47 +107,57 @@ def run(
 
         return with_layer(decoder, layer, branch)
 
+    past = cache is not None and not fresh
     quiet = jax.tree.map(
         lambda a: jnp.zeros(a.shape, a.dtype),
-        jax.eval_shape(lambda: attend(h, 0, jnp.float32(1), None if cache is None else read(cache.kv, 0))),
+        jax.eval_shape(lambda: attend(h, 0, jnp.float32(1), read(cache.kv, 0) if past else None)),
     )
 
-    def row(carry, table):
-        h, trace, kv, kept = carry
-        visits, kind, place = table
-        goes_on = kind == CONTINUE
-        inputs = h[None] if trace is None else jnp.where(goes_on, trace, h)
+    def attend_visit(x, kv, visit):
+        # The branch reads the cache and returns only the new keys and values: a cache that went through the
+        # conditional as a result would be copied for every visit.
+        active = (visit.layer >= 0) & (visit.part != MLP)
+        do = lambda: attend(x, visit.layer, visit.scale, read(kv, visit.slot) if past else None)
+        y, new = jax.lax.cond(active, do, lambda: quiet)
+        return y, write(kv, new, visit.slot, start)
+
+    def feed_visit(x, visit):
+        active = (visit.layer >= 0) & (visit.part != ATTENTION)
+        return jax.lax.cond(active, lambda: feed(x, visit.layer, visit.scale), lambda: jnp.zeros_like(x))
+
+    def one_lane(h, kv, visits):
+        visit = jax.tree.map(lambda a: a[0], visits)
+        y, kv = attend_visit(h, kv, visit)
+        h = h + y
+        return h + feed_visit(h, visit), kv
+
+    def lanes_of_row(h, trace, kv, visits, kind):
+        inputs = jnp.where(kind == CONTINUE, trace, h)
 
         def attend_lane(carry, visit):
             sums, kv = carry
-            active = (visit.layer >= 0) & (visit.part != MLP)
-
-            # The branch reads the cache and returns only the new keys and values: a cache that went through
-            # the conditional as a result would be copied for every visit.
-            def do():
-                past = None if cache is None else read(kv, visit.slot)
-                return attend(take(inputs, visit.group), visit.layer, visit.scale, past)
-
-            y, new = jax.lax.cond(active, do, lambda: quiet)
-            return (add(sums, y, visit.group), write(kv, new, visit.slot, start)), None
+            y, kv = attend_visit(take(inputs, visit.group), kv, visit)
+            return (add(sums, y, visit.group), kv), None
 
         def feed_lane(sums, visit):
-            active = (visit.layer >= 0) & (visit.part != ATTENTION)
-            x = take(inputs, visit.group) + take(attention, visit.group)
-            y = jax.lax.cond(active, lambda: feed(x, visit.layer, visit.scale), lambda: jnp.zeros_like(h))
+            y = feed_visit(take(inputs, visit.group) + take(attention, visit.group), visit)
             return add(sums, y, visit.group), None
 
         (attention, kv), _ = jax.lax.scan(attend_lane, (jnp.zeros_like(inputs), kv), visits)
         mlp, _ = jax.lax.scan(feed_lane, jnp.zeros_like(inputs), visits)
         residuals = attention + mlp
+        base = inputs[0]  # the first lane of a Newton row always reads the row's own input
+        ends = base + jnp.cumsum(residuals, axis=0)
+        mean = base + residuals.sum(axis=0) / (visits.group.max() + 1)
+        return jnp.where(kind == MEAN, mean, ends[-1]), jnp.concatenate([base[None], ends[:-1]]), kv
+
+    def row(carry, table):
+        h, trace, kv, kept = carry
+        visits, kind, place = table
         if trace is None:
-            h = h + residuals[0]
+            h, kv = one_lane(h, kv, visits)
         else:
-            base = inputs[0]  # the first lane of a Newton row always reads the row's own input
-            ends = base + jnp.cumsum(residuals, axis=0)
-            trace = jnp.concatenate([base[None], ends[:-1]])
-            groups = jnp.maximum(visits.group.max() + 1, 1)
-            h = jnp.where(kind == MEAN, base + residuals.sum(axis=0) / groups, ends[-1])
+            h, trace, kv = lanes_of_row(h, trace, kv, visits, kind)
         if kept is not None:
             kept = jax.lax.dynamic_update_index_in_dim(kept, h, place, 0)
         return (h, trace, kv, kept), None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlayers.decoder.attention import KeyValue
+from jaxlayers.decoder.attention import KeyValue, row_major
 from jaxlayers.decoder.stack import Decoder
 from jaxlayers.program import Program
 
@@ -75,7 +75,9 @@ def write(
 
     def put(old: Float[Array, "N B K S Q"], new: Float[Array, "B K T Q"]):
         at = tuple(jnp.asarray(i, jnp.int32) for i in (slot, 0, 0, start, 0))
+        # Unpinned, the layout that suits a single token would spread to the cache and have it copied.
         kept = jax.lax.dynamic_slice(old, at, (1, *new.shape))
-        return jax.lax.dynamic_update_slice(old, jnp.where(slot >= 0, new[None].astype(old.dtype), kept), at)
+        update = row_major(jnp.where(slot >= 0, new[None].astype(old.dtype), kept))
+        return row_major(jax.lax.dynamic_update_slice(old, update, at))
 
     return KeyValue(put(kv.k, new.k), put(kv.v, new.v))
