@@ -13,9 +13,29 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8}
+ITEM_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "f64": 8,
+    "s64": 8,
+}
 # Results of these are names for other buffers, or are counted where they are made.
-NAMES_ONLY = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "copy-done", "async-done"}
+NAMES_ONLY = {
+    "parameter",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "while",
+    "conditional",
+    "copy-done",
+    "async-done",
+}
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%\S+ = (\(?)(\w+)\[([\d,]*)\](\{[^}]*\})?.*? ([a-z][\w-]*)\(")
 
 

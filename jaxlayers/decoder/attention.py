@@ -63,8 +63,8 @@ class Attention(nnx.Module):
         """Returns the branch, in at least float32, and the keys and values of the T tokens of x."""
         B, T = x.shape[:2]
         H, K, Q = self.shape
-        # Without the pin the TPU compiler turns the heads outward inside the projection, and to that end copies
-        # the weights of every layer into another layout.
+        # Without the pin the TPU compiler turns the heads outward inside the projection, and to that end
+        # copies the weights of every layer into another layout.
         q = row_major(self.q(x)).reshape(B, T, H, Q)
         k = row_major(self.k(x)).reshape(B, T, K, Q)
         v = row_major(self.v(x)).reshape(B, T, K, Q)
