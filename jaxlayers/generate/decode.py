@@ -135,8 +135,8 @@ def generate(
 ) -> Iterator[list[list[int]]]:
     """Yields the new ids of each row, at most `block` at a time, until all have ended.
 
-    A row ends after one of the ids in `stops`, which is its last, or after `max_tokens`. Close the iterator to
-    end early; what was yielded before does not depend on `block` nor on the other rows.
+    A row ends after one of the ids in `stops`, which is its last, or after `max_tokens`. Close the iterator
+    to end early; what was yielded before does not depend on `block` nor on the other rows.
 
     Raises ValueError for an empty prompt, an id outside the vocabulary, or where prompt and new tokens exceed
     the decoder's context.
@@ -144,7 +144,7 @@ def generate(
     sampling = (sampling or Sampling()).checked()
     program = identity(decoder.config.layers) if program is None else program
     check_prompts(decoder, prompts, max_tokens)
-    tokens, mask = left_padded(prompts, BUCKET)
+    tokens, mask = right_padded(prompts, BUCKET)
     length = -(-(tokens.shape[1] + max_tokens) // BUCKET) * BUCKET
     stops = jnp.asarray(sorted(set(stops)) or [-1], jnp.int32)
     # A single token is faster over views of the layers on CPU, many tokens are as fast over the stack.
@@ -175,8 +175,8 @@ def check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens
             raise ValueError(f"prompt {i} is empty; give at least one token.")
         if len(prompt) + max_tokens > config.context:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens and {max_tokens} new ones are asked for, but the model's "
-                f"context is {config.context}; shorten the prompt or ask for fewer."
+                f"prompt {i} has {len(prompt)} tokens and {max_tokens} new ones are asked for, but the context "
+                f"of the model is {config.context}; shorten the prompt or ask for fewer."
             )
 
 
@@ -189,16 +189,16 @@ def check_ids(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> None:
             raise ValueError(f"prompt {i} holds id {wrong[0]}, outside the vocabulary 0..{last}.")
 
 
-def left_padded(
+def right_padded(
     prompts: Sequence[Sequence[int]], multiple: int
 ) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
-    """Returns the prompts as one array, padded in front to a multiple, and which of its tokens are real."""
+    """Returns the prompts as one array, padded behind to a multiple, and which of its tokens are real."""
     width = -(-max(map(len, prompts)) // multiple) * multiple
     tokens = np.zeros((len(prompts), width), np.int32)
     mask = np.zeros((len(prompts), width), bool)
     for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt) :] = prompt
-        mask[row, width - len(prompt) :] = True
+        tokens[row, : len(prompt)] = prompt
+        mask[row, : len(prompt)] = True
     return tokens, mask
 
 
@@ -227,8 +227,8 @@ def score(
     program = identity(decoder.config.layers) if program is None else program
     rows = [[*prompt, *choice] for choice in choices]
     check_ids(decoder, rows)
-    tokens, mask = left_padded(rows, BUCKET)
+    tokens, mask = right_padded(rows, BUCKET)
     scored = np.zeros_like(mask)
     for row, choice in enumerate(choices):
-        scored[row, -len(choice) :] = True
+        scored[row, len(prompt) : len(prompt) + len(choice)] = True
     return np.asarray(_continuations(decoder, tokens, mask, scored, program))

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 class Sampling:
     """How tokens are drawn; data under jit, so that a change needs no compilation.
 
-    Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off; they apply in this order, each on what
-    the ones before left, as in transformers.
+    Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off; they apply in this order, each on
+    what the ones before left, as in transformers.
     """
 
     temperature: float = 0.0
