@@ -73,7 +73,9 @@ def sharding_of(
         parts = () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
         for part in parts:
             if part not in mesh.shape:
-                raise ValueError(f"the rule of {axis!r} names {part!r}, which is no axis of {mesh.axis_names}.")
+                raise ValueError(
+                    f"the rule of {axis!r} names {part!r}, which is no axis of {mesh.axis_names}."
+                )
             if part in taken:
                 raise ValueError(
                     f"axes {taken[part]!r} and {axis!r} of {name} are both on mesh axis {part!r}; "

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxlayers.decoder.config import DecoderConfig
 from jaxlayers.decoder.stack import Decoder, abstract
 from jaxlayers.mesh import shardings
+from jaxlayers.weights.strict import quoted
 
 Path = tuple[str, ...]
 ALIGNMENT = 64  # bytes; jax takes over a numpy array without a copy on CPU when it starts at a multiple
@@ -119,17 +120,19 @@ def _check_names(tree: Decoder, source: Source, table: Table, ignore: list[str])
     expected = expected_shapes(tree, table)
     for name, shape in expected.items():
         if name not in source.shapes:
-            raise ValueError(f"{source.where} has no tensor {name}, which its config needs with shape {shape}.")
+            raise ValueError(
+                f"{source.where} has no tensor {name}, which its config needs with shape {shape}."
+            )
         found = tuple(source.shapes[name])
         if found != shape:
             raise ValueError(
-                f"Tensor {name} in {source.where} has shape {found} where its config needs {shape}."
+                f"Tensor {name} in {source.where} has shape {quoted(found)} where its config needs {shape}."
             )
     for name, shape in source.shapes.items():
         if name not in expected and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore):
             raise ValueError(
-                f"{source.where} has a tensor {name} of shape {tuple(shape)} that no part of the decoder "
-                "takes; its config describes another model."
+                f"{source.where} has a tensor {quoted(name)} of shape {quoted(tuple(shape))} that no part "
+                "of the decoder takes; its config describes another model."
             )
 
 
