@@ -1,0 +1,1 @@
+"""Prefill, decode and sampling with a slot for every visit."""

@@ -1,0 +1,81 @@
+"""The KV cache: a slot for every visit that attends, never one for a layer."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlayers.decoder.attention import KeyValue
+from jaxlayers.decoder.stack import Decoder
+from jaxlayers.program import Program
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["kv", "positions", "length"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of N slots, in columns shared by the batch.
+
+    Column s holds token s of the calls so far; rows of a ragged batch have holes there, marked by position -1.
+    """
+
+    kv: KeyValue  # k and v are [N, B, K, S, Q]
+    positions: Int[Array, "B S"]
+    length: Int[Array, ""]  # columns in use
+
+    def next_positions(self, mask: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+        """Returns the positions of new tokens, which go on where each row's real tokens end; -1 at padding."""
+        used = jnp.sum(self.positions >= 0, axis=1, dtype=jnp.int32, keepdims=True)
+        return jnp.where(mask, used + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, -1)
+
+    def appended(self, kv: KeyValue, positions: Int[Array, "B T"]) -> "Cache":
+        """Returns the cache with the columns of a call, whose keys and values are in kv, counted in."""
+        written = jax.lax.dynamic_update_slice_in_dim(self.positions, positions, self.length, axis=1)
+        return Cache(kv, written, self.length + positions.shape[1])
+
+    def rolled_back(self, length: Int[Array, ""] | int) -> "Cache":
+        """Returns the cache as it was when it held `length` columns."""
+        kept = jnp.arange(self.positions.shape[1]) < length
+        return Cache(self.kv, jnp.where(kept, self.positions, -1), jnp.asarray(length, jnp.int32))
+
+
+def new_cache(
+    decoder: Decoder, program: Program, batch: int, length: int, dtype: DTypeLike | None = None
+) -> Cache:
+    """Returns an empty cache for `length` tokens under a program, in the dtype of the weights by default."""
+    if batch < 1 or length < 1:
+        raise ValueError(
+            f"a cache needs at least one row and one column, not batch {batch}, length {length}."
+        )
+    config = decoder.config
+    dtype = dtype or jax.tree.leaves(decoder.layers)[0].dtype
+    shape = (program.slots, batch, config.kv_heads, length, config.head_width)
+    return Cache(
+        KeyValue(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)),
+        jnp.full((batch, length), -1, jnp.int32),
+        jnp.zeros((), jnp.int32),
+    )
+
+
+def read(kv: KeyValue, slot: Int[Array, ""]) -> KeyValue:
+    """Returns the keys and values [B, K, S, Q] of one slot."""
+    return KeyValue(*(jax.lax.dynamic_index_in_dim(a, slot, keepdims=False) for a in kv))
+
+
+def write(
+    kv: KeyValue | None, new: KeyValue, slot: Int[Array, ""], start: Int[Array, ""] | None
+) -> KeyValue | None:
+    """Returns kv with the new tokens' keys and values in one slot from column `start` on; slot -1 writes none."""
+    if kv is None:
+        return None
+
+    def put(old: Float[Array, "N B K S Q"], new: Float[Array, "B K T Q"]):
+        at = tuple(jnp.asarray(i, jnp.int32) for i in (slot, 0, 0, start, 0))
+        kept = jax.lax.dynamic_slice(old, at, (1, *new.shape))
+        return jax.lax.dynamic_update_slice(old, jnp.where(slot >= 0, new[None].astype(old.dtype), kept), at)
+
+    return KeyValue(put(kv.k, new.k), put(kv.v, new.v))
