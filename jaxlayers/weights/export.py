@@ -62,6 +62,12 @@ def export(
         _write_weights(_plan(decoder, visits), shapes, dtype, work, shard_bytes)
         if tokenizer is not None:
             tokenizer.save(work)
+            ends = list(tokenizer.eos)
+            values |= {
+                "bos_token_id": tokenizer.bos,
+                "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
+                "pad_token_id": tokenizer.pad,
+            }
         _write_json(work / "config.json", values)
         for path in work.iterdir():
             _sync(path)

@@ -114,6 +114,9 @@ def batches():
         yield tokens, padded
 
 
+run = jax.jit(forward)
+
+
 def assert_same_logits(model, decoder):
     import torch
 
@@ -123,7 +126,7 @@ def assert_same_logits(model, decoder):
             out = model(
                 input_ids=torch.tensor(tokens), attention_mask=torch.tensor(mask), position_ids=positions
             )
-        ours = np.asarray(forward(decoder, jnp.asarray(tokens), None, jnp.asarray(mask)))
+        ours = np.asarray(run(decoder, jnp.asarray(tokens), None, jnp.asarray(mask)))
         np.testing.assert_allclose(ours[mask], out.logits.numpy()[mask], atol=1e-4, rtol=0)
 
 
