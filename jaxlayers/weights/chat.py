@@ -125,7 +125,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "**" and numbers and (abs(left) > MAX_TEXT or abs(right) > 64):
             raise ValueError("it raises a number to too high a power")
         if operator == "*" and not numbers:
-            times = [x if isinstance(x, int) else len(x) for x in (left, right)]
+            times = [x if isinstance(x, int | float) else len(x) for x in (left, right)]
             if math.prod(times) > MAX_TEXT:
                 raise ValueError(f"it repeats a value to more than {MAX_TEXT} elements")
         if operator == "%" and isinstance(left, str):

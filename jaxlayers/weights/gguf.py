@@ -82,7 +82,7 @@ def table(architecture: str) -> Table:
     # The converter reorders the query and key rows of this architecture only, for the rotation of neighbours.
     mixed = architecture == "llama"
     heads = {"q": lambda config: config.heads, "k": lambda config: config.kv_heads}
-    linear = {path: (name, None) for path, name in _LINEAR.items()}
+    linear: dict[tuple[str, ...], tuple[str, Any]] = {path: (name, None) for path, name in _LINEAR.items()}
     for name, count in heads.items():
         convert = (lambda a, config, n=count: _half_split(a, n(config))) if mixed else None
         linear["attention", name] = (f"attn_{name}", convert)
@@ -114,6 +114,8 @@ def read_config(file: GgufFile) -> DecoderConfig:
             f"{file.where}: architecture {quoted(architecture)} is not supported; "
             f"{', '.join(ARCHITECTURES)} are."
         )
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise ValueError(f"{file.where} is one part of a split file; join the parts with llama-gguf-split.")
     for key, neutral in NEUTRAL.items():
         if read.value(key) is not None and read.value(key) not in neutral:
             raise read.fault(key, "that is not supported")

@@ -6,6 +6,7 @@ for the string arrays of a vocabulary; its constants and its dequantisation are 
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ class GgufFile:
             self.metadata, self.slots = head.read()
         except ValueError as error:
             raise ValueError(f"{path} is damaged or no GGUF file: {error} (at byte {head.at}).") from None
-        self.shapes = {name: slot.shape for name, slot in self.slots.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: slot.shape for name, slot in self.slots.items()}
 
     @property
     def dtype(self) -> np.dtype:
