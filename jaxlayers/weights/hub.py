@@ -123,8 +123,8 @@ def fetch_hub(spec: str) -> Path:
                 )
             )
         except Exception as error:  # of httpx, of huggingface_hub or of the disk: what failed is the download
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise OSError(f"{spec} could not be fetched from the Hugging Face hub: {reason}") from error
+            reason = " ".join(str(error).split()).split(". ")[0][:300].rstrip(".") or type(error).__name__
+            raise OSError(f"{spec} could not be fetched from the Hugging Face hub: {reason}.") from error
 
     read_config(snapshot(["config.json"]))
     return snapshot(["*.safetensors", "*.json", "*.jinja"])
