@@ -31,7 +31,7 @@ def make_mesh(
     sequence: int = 1,
     tensor: int = 1,
     lane: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Mesh:
     """Returns a mesh of the five axes, all Auto; `fsdp` None takes the devices that the others leave.
 

@@ -1,6 +1,7 @@
 """Logical axes onto a mesh of eight fake devices, and what is refused."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,13 @@ CONFIG = DecoderConfig(vocab=16, embed=8, layers=2, heads=4, kv_heads=2, head_wi
 
 def test_axes_are_always_the_same_and_auto():
     assert len(jax.devices()) == 8
-    for sizes in ({}, dict(fsdp=8), dict(replica=2, tensor=2), dict(sequence=2, lane=2, fsdp=2)):
+    cases: list[dict[str, Any]] = [
+        {},
+        dict(fsdp=8),
+        dict(replica=2, tensor=2),
+        dict(sequence=2, lane=2, fsdp=2),
+    ]
+    for sizes in cases:
         mesh = make_mesh(**sizes)
         assert mesh.axis_names == AXES
         assert mesh.size == 8

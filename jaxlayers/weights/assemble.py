@@ -25,7 +25,11 @@ class Source(Protocol):
     """Where tensors come from. `read` may return a view of a mapped file: nothing here writes to it."""
 
     where: str  # file or folder, for messages
-    shapes: Mapping[str, tuple[int, ...]]  # of every tensor, by name
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor, by name."""
+        ...
 
     def read(self, name: str) -> np.ndarray:
         """Returns the tensor in a float dtype and with the shape that `shapes` promises."""
@@ -67,10 +71,11 @@ def assemble(
     """
     dtype = np.dtype(dtype)
     tree = abstract(config, dtype)
-    head = table[("head",)].name if config.tied and ("head",) in table else None
-    _check_names(tree, source, table, [*ignore, *([head] if head else [])])
-    if head in source.shapes:
-        _check_tied(source, table[("table",)].name, head)
+    spare = [table[("head",)].name] if config.tied and ("head",) in table else []
+    _check_names(tree, source, table, [*ignore, *spare])
+    for head in spare:
+        if head in source.shapes:
+            _check_tied(source, table[("table",)].name, head)
     placed = shardings(config, mesh) if mesh is not None else None
 
     def leaf(path, spec: jax.ShapeDtypeStruct, sharding: NamedSharding | None = None) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from jaxlayers.decoder.layer import DecoderLayer
 from jaxlayers.decoder.stack import Decoder, abstract
 from jaxlayers.program import CONTINUE, WHOLE, Program
 from jaxlayers.weights.assemble import Path, expected_shapes
@@ -43,6 +44,11 @@ def export(
     the weights are not finite or the family cannot express the decoder, and FileExistsError when the folder
     is there and not empty.
     """
+    if decoder.layer_type is not DecoderLayer:
+        raise ValueError(
+            f"Layers of type {decoder.layer_type.__name__} are no plain decoder layers, and only those have "
+            "a Hugging Face family."
+        )
     target = pathlib.Path(os.path.abspath(folder))
     visits = list(range(decoder.config.layers)) if program is None else sequence(program)
     if program is not None and program.depth != decoder.config.layers:

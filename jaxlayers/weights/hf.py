@@ -284,7 +284,8 @@ class Folder:
             )
         else:
             raise FileNotFoundError(
-                f"{folder} has neither model.safetensors nor model.safetensors.index.json."
+                f"{folder} has neither model.safetensors nor model.safetensors.index.json; weights in "
+                "other formats are not read."
             )
         self.shapes = {name: file.shapes[name] for name, file in self._files.items()}
 
@@ -339,9 +340,8 @@ def load_folder(folder: str | Path, dtype: DTypeLike | None = None, mesh: Mesh |
     config = read_config(folder)
     source = Folder(folder)
     dtype = source.dtype if dtype is None else np.dtype(dtype)
-    if dtype == np.float64 and not jax.config.jax_enable_x64:
-        dtype = np.dtype(np.float32)
-    return assemble(config, source, TABLE, dtype, mesh, IGNORED)
+    # float64 is float32 unless jax runs in 64 bits.
+    return assemble(config, source, TABLE, jax.dtypes.canonicalize_dtype(dtype), mesh, IGNORED)
 
 
 def config_json(config: DecoderConfig, dtype: DTypeLike) -> dict[str, Any]:
@@ -350,7 +350,7 @@ def config_json(config: DecoderConfig, dtype: DTypeLike) -> dict[str, Any]:
     Raises ValueError when the family has no way to say it.
     """
     rope = config.rope
-    scaling: dict[str, Any] | None = None
+    scaling: dict[str, Any] = {}
     if rope.kind != "default":
         scaling = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind == "llama3":
@@ -373,8 +373,8 @@ def config_json(config: DecoderConfig, dtype: DTypeLike) -> dict[str, Any]:
         "max_position_embeddings": config.context,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": rope.theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta, **(scaling or {})},
+        "rope_scaling": scaling or None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta, **scaling},
         "tie_word_embeddings": config.tied,
         "attention_bias": config.out_bias,
         "mlp_bias": config.mlp_bias,

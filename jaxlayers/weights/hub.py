@@ -10,7 +10,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import filelock
 import jax
@@ -89,7 +89,9 @@ def _load_folder(folder: Path, dtype: DTypeLike | None, mesh: Mesh | None) -> Mo
 
 
 def _dtype(dtype: DTypeLike) -> np.dtype:
-    names = "float32, bfloat16, float16" + (", float64" if jax.config.jax_enable_x64 else "")
+    names = "float32, bfloat16, float16" + (
+        ", float64" if jax.dtypes.canonicalize_dtype(np.float64) == np.float64 else ""
+    )
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -174,8 +176,11 @@ def _intact(path: Path, pin: Pin) -> bool:
         return False
 
 
-def _sha256(file: IO[bytes]) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _wheel(pin: Pin, work: Path) -> Path:

@@ -29,11 +29,11 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"the key {quoted(twice)} stands twice")
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"the key {quoted(key)} stands twice")
+            found[key] = value
         return found
 
     def constant(text: str) -> None:
@@ -52,7 +52,7 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def read_json(path: Path, limit: int = 32 << 20) -> dict[str, Any]:
+def read_json(path: Path, limit: int = 16 << 20) -> dict[str, Any]:
     """Returns the JSON object in a file of at most `limit` bytes; raises as `parse_json`, and OSError."""
     with path.open("rb") as file:
         data = file.read(limit + 1)

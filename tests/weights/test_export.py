@@ -2,6 +2,7 @@
 
 import json
 import os
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlayers.decoder.config import DecoderConfig, Rope
+from jaxlayers.decoder.layer import DecoderLayer
 from jaxlayers.decoder.stack import (
     context,
     embed,
@@ -24,7 +26,9 @@ from jaxlayers.program import Program
 from jaxlayers.weights.export import export, sequence
 from jaxlayers.weights.hf import load_folder, read_config
 
-SIZES = dict(vocab=50, embed=16, layers=4, heads=4, kv_heads=2, head_width=6, ffw=24, context=64)
+SIZES: dict[str, Any] = dict(
+    vocab=50, embed=16, layers=4, heads=4, kv_heads=2, head_width=6, ffw=24, context=64
+)
 CONFIGS = {
     "llama": DecoderConfig(
         **SIZES, rope=Rope(500.0, "llama3", 4.0, 1.0, 4.0, 16), out_bias=True, qkv_bias=True
@@ -174,6 +178,14 @@ def test_a_decoder_that_the_family_cannot_express_is_refused(tmp_path):
     export(init(config, jax.random.key(0)), Program.parse("0,2-3", 4), tmp_path / "out")
 
 
+def test_other_layers_are_refused(tmp_path):
+    class Other(DecoderLayer):
+        pass
+
+    with pytest.raises(ValueError, match="Other"):
+        export(init(CONFIGS["llama"], jax.random.key(0), layer_type=Other), None, tmp_path / "out")
+
+
 def test_an_existing_folder_is_kept(tmp_path):
     decoder, out = model_of("llama"), tmp_path / "out"
     out.mkdir()
@@ -199,7 +211,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, error):
             raise error("stop")
 
     with pytest.raises(error):
-        export(model_of("llama"), None, tmp_path / "out", Broken())
+        export(model_of("llama"), None, tmp_path / "out", cast(Any, Broken()))
     assert not list(tmp_path.iterdir())
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +166,9 @@ def test_own_dtype_is_kept_and_another_is_cast(tmp_path):
 
 
 def tiny(**changes) -> DecoderConfig:
-    sizes = dict(vocab=16, embed=8, layers=2, heads=2, kv_heads=1, head_width=4, ffw=12, context=64)
+    sizes: dict[str, Any] = dict(
+        vocab=16, embed=8, layers=2, heads=2, kv_heads=1, head_width=4, ffw=12, context=64
+    )
     return DecoderConfig(**{**sizes, **changes})
 
 
@@ -189,7 +192,7 @@ def rewrite(folder, tensors):
     write_tensors(folder / "model.safetensors", tensors.values(), shapes, dtype)
 
 
-def message(folder, *needles, error=ValueError, **kwargs) -> str:
+def message(folder, *needles, error: Any = ValueError, **kwargs) -> str:
     """Returns the message of the error that loading raises: one line that holds every needle."""
     with pytest.raises(error) as caught:
         load_folder(folder, **kwargs)
@@ -512,3 +515,11 @@ def test_peak_memory(tmp_path, dtype, sharded):
 def test_folder_without_config(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         read_config(tmp_path)
+
+
+def test_a_header_of_many_keys_is_refused_at_once(folder):
+    keys = b",".join(b'"%d":0' % i for i in range(300_000))
+    write_raw(folder, b"{" + keys + b',"299999":0}', b"")
+    start = time.process_time()
+    message(folder, "twice")
+    assert time.process_time() - start < 2

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,7 +49,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def message(spec, *needles, error=ValueError, **kwargs) -> None:
+def message(spec, *needles, error: Any = ValueError, **kwargs) -> None:
     with pytest.raises(error) as caught:
         load(spec, **kwargs)
     text = str(caught.value)
