@@ -1,5 +1,7 @@
 """Pictures. They are plain `Figure` objects, without pyplot and its global state: `figure.savefig(path)`."""
 
+from typing import Any
+
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -12,7 +14,7 @@ _PART_STYLE = {  # marker, colour, name
     ATTENTION: ("^", "#e07b39", "attention only"),
     MLP: ("v", "#3a9a6a", "MLP only"),
 }
-_ROW_STYLE = {  # line style, colour, name
+_ROW_STYLE: dict[int, tuple[Any, str, str]] = {  # line style, colour, name
     SUM: ("-", "#5b6470", "sum of lanes"),
     MEAN: (":", "#8a4fbf", "mean of lanes"),
     CONTINUE: ("--", "#c2304a", "Newton iteration"),
@@ -47,7 +49,12 @@ def program_figure(program: Program) -> Figure:
         for lane in lanes:
             if len(lane) > 1:
                 ends = [min(lane), max(lane)]
-                band = {"color": _FUSED_COLOUR, "linewidth": 1.5 * size, "alpha": 0.55, "zorder": 1.5}
+                band: dict[str, Any] = {
+                    "color": _FUSED_COLOUR,
+                    "linewidth": 1.5 * size,
+                    "alpha": 0.55,
+                    "zorder": 1.5,
+                }
                 axes.plot([x, x], ends, solid_capstyle="round", **band)
                 seen.add("fused")
     for part, (marker, colour, _) in _PART_STYLE.items():
@@ -57,7 +64,12 @@ def program_figure(program: Program) -> Figure:
             for hollow in (False, True):  # a scaled visit is hollow
                 points = [(x, y) for x, y, scale in marks if (scale != 1) == hollow]
                 face = "white" if hollow else colour
-                look = {"markersize": size, "color": colour, "markerfacecolor": face, "linestyle": "none"}
+                look: dict[str, Any] = {
+                    "markersize": size,
+                    "color": colour,
+                    "markerfacecolor": face,
+                    "linestyle": "none",
+                }
                 axes.plot([x for x, _ in points], [y for _, y in points], marker, zorder=2, **look)
 
     handles = [Line2D([], [], color="#c9ced6", label="plain model")]
@@ -66,7 +78,12 @@ def program_figure(program: Program) -> Figure:
             handles.append(Line2D([], [], marker=marker, color=colour, linestyle="none", label=name))
     if scaled:
         shown = ", ".join(f"{scale:g}" for scale in sorted(scaled)[:3]) + (", ..." if len(scaled) > 3 else "")
-        look = {"marker": "s", "color": "#5b6470", "markerfacecolor": "white", "linestyle": "none"}
+        look: dict[str, Any] = {
+            "marker": "s",
+            "color": "#5b6470",
+            "markerfacecolor": "white",
+            "linestyle": "none",
+        }
         handles.append(Line2D([], [], label=f"scaled ({shown})", **look))
     for kind, (style, colour, name) in _ROW_STYLE.items():
         if f"row {kind}" in seen:

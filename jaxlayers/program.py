@@ -6,6 +6,7 @@ Axis letters: `R` rows, `W` visits of a row, `L` layers. Everything here runs on
 """
 
 import functools
+import itertools
 import os
 import re
 import reprlib
@@ -75,10 +76,8 @@ class Program:
     layer: Int32[_Table, "R W"]  # layer id, -1 pads
     part: Int32[_Table, "R W"]  # WHOLE, ATTENTION or MLP, -1 pads
     scale: Float32[_Table, "R W"]  # factor of the visit's branches, 1 where padded
-    group: Int32[_Table, "R W"]  # lane of the visit, 0, 1, 2.. in order; a fused group shares one; -1 pads
-    slot: Int32[
-        _Table, "R W"
-    ]  # where a visit with attention keeps its K/V, dense in row-major order; else -1
+    group: Int32[_Table, "R W"]  # lane of the visit: 0, 1, 2.. in order, one for a fused group; -1 pads
+    slot: Int32[_Table, "R W"]  # place of its K/V, counted over visits with attention row by row; else -1
     kind: Int32[_Table, "R"]  # SUM, MEAN or CONTINUE (the next Newton iteration of the row before)
     depth: int = field(metadata={"static": True})  # L, the layers of the model
     slots: int = field(metadata={"static": True})  # K/V slots to allocate
@@ -180,12 +179,13 @@ class Program:
             lines.append(f"  {place:<14} {text:<{width}}  {meaning(items)}")
             row = stop
         times = Counter(visit[0] for _, visits in self._key for visit in visits)
-        idle = [layer for layer in range(self.depth) if layer not in times]
+        gaps = itertools.pairwise([-1, *sorted(times), self.depth])
+        idle = ",".join(f"{a + 1}-{b - 1}" if b - a > 2 else f"{a + 1}" for a, b in gaps if b - a > 1)
         again = sorted(layer for layer, n in times.items() if n > 1)
         lines += [
             f"{self.rows} rows, {self.lanes} lanes, {self.slots} slots, {self.visits} visits: "
             f"{self.visits / self.depth:.2f} times the cost of the plain model",
-            f"layers never visited: {shorten(ids_text(idle), 80) or 'none'}",
+            f"layers never visited: {shorten(idle, 80) or 'none'}",
             f"layers visited more than once: {shorten(ids_text(again), 80) or 'none'}",
         ]
         return "\n".join(lines)
@@ -193,23 +193,21 @@ class Program:
     @classmethod
     def read(cls, path: str | os.PathLike[str], depth: int) -> "Program":
         """The program in a text file, where lines may break between tokens and `#` starts a comment."""
+        name = f"the program file {os.fspath(path)!r}"
         try:
             with open(path, "rb") as file:
-                data = file.read(4 * MAX_TEXT + 1)  # a limit, so that an endless file is refused as well
+                data = file.read(MAX_TEXT + 1)  # a limit, because a device file may never end
         except OSError as error:
-            raise type(error)(
-                f"cannot read the program file {os.fspath(path)!r}: {error.strerror}"
-            ) from error
+            raise type(error)(f"cannot read {name}: {error.strerror}") from error
+        if len(data) > MAX_TEXT:
+            raise ValueError(f"{name} has more than {MAX_TEXT} bytes; is it a program?")
         try:
             # A comment leaves an empty line, so that the lines in messages are those of the file.
-            text = re.sub(r"#[^\r\n]*", "", data.decode("utf-8-sig"))
-            return cls.parse(text, depth)
+            return cls.parse(re.sub(r"#[^\r\n]*", "", data.decode("utf-8-sig")), depth)
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"the program file {os.fspath(path)!r} is not UTF-8 text; save it as UTF-8"
-            ) from error
+            raise ValueError(f"{name} is not UTF-8 text; save it as UTF-8") from error
         except ValueError as error:
-            raise ValueError(f"in the program file {os.fspath(path)!r}: {error}") from error
+            raise ValueError(f"in {name}: {error}") from error
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the canonical text; a reader sees the old file or the new one, never half of it."""

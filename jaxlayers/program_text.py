@@ -321,7 +321,7 @@ def _runs(ids: Sequence[tuple[int, float] | None]) -> Iterator[tuple[int, int]]:
     while start < len(ids):
         stop, first = start + 1, ids[start]
         second = ids[stop] if stop < len(ids) else None
-        if first and second and first[1] == second[1] and abs(step := second[0] - first[0]) == 1:
+        if first and second and abs(step := second[0] - first[0]) == 1:
             while stop < len(ids) and ids[stop] == (first[0] + step * (stop - start), first[1]):
                 stop += 1
         yield start, stop

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlayers.decoder.config import DecoderConfig
@@ -62,15 +63,22 @@ class Attention(nnx.Module):
         """Returns the branch, in at least float32, and the keys and values of the T tokens of x."""
         B, T = x.shape[:2]
         H, K, Q = self.shape
-        q = self.q(x).reshape(B, T, H, Q)
-        k = self.k(x).reshape(B, T, K, Q)
-        v = self.v(x).reshape(B, T, K, Q)
+        # Without the pin the TPU compiler turns the heads outward inside the projection, and to that end
+        # copies the weights of every layer into another layout.
+        q = row_major(self.q(x)).reshape(B, T, H, Q)
+        k = row_major(self.k(x)).reshape(B, T, K, Q)
+        v = row_major(self.v(x)).reshape(B, T, K, Q)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
         new = KeyValue(k.swapaxes(1, 2), v.swapaxes(1, 2))
         y = causal_attention(q, new, ctx, self.window_kinds)
         return self.out(y.reshape(B, T, H * Q), out=jnp.float32), new
+
+
+def row_major(x: Array) -> Array:
+    """Returns x, pinned to the layout with the last axis minor: where layout choices shall not travel on."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def causal_attention(

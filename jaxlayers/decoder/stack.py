@@ -103,16 +103,16 @@ def layer_params(decoder: Decoder, index: int) -> Params:
     return jax.tree.map(lambda a: a[index], decoder.layers)
 
 
-def with_layer(decoder: Decoder, index: Int[Array, ""], function: Callable[[DecoderLayer], Any]) -> Any:
-    """Returns function(layer), the layer picked by a traced index: the one place where a layer is chosen.
+def at_layer(layers: Params, index: Int[Array, ""], function: Callable[[Params], Any]) -> Any:
+    """Returns function(parameters of one layer), picked by a traced index: the one place that picks a layer.
 
     Stacked layers are indexed, which the TPU compiler fuses into the matmuls. A per-layer tuple is switched
     over, which copies no weight on CPU.
     """
-    if isinstance(decoder.layers, tuple):
-        return jax.lax.switch(index, [lambda p=p: function(bind(decoder, p)) for p in decoder.layers])
+    if isinstance(layers, tuple):
+        return jax.lax.switch(index, [lambda p=p: function(p) for p in layers])
     pick = lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False)
-    return function(bind(decoder, jax.tree.map(pick, decoder.layers)))
+    return function(jax.tree.map(pick, layers))
 
 
 def per_layer(decoder: Decoder) -> Decoder:

@@ -1,20 +1,24 @@
-"""Runs a program: one scan over its rows, the lanes of a row one after another, each layer picked by its id."""
+"""Runs a program: one scan over its rows, the lanes of a row in turn, each layer picked by its id."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlayers.decoder.attention import KeyValue
 from jaxlayers.decoder.stack import (
     Decoder,
+    Params,
+    at_layer,
+    bind,
     context,
     embed,
     positions_of,
     unembed,
     window_indices,
-    with_layer,
 )
 from jaxlayers.generate.cache import Cache, read, write
 from jaxlayers.program import ATTENTION, CONTINUE, MEAN, MLP, Program, identity
@@ -29,13 +33,13 @@ class Visit(NamedTuple):
     group: Int[Array, ""]
     slot: Int[Array, ""]
 
+    @property
+    def attends(self) -> Bool[Array, ""]:
+        return (self.layer >= 0) & (self.part != MLP)
 
-def take(stacked: Float[Array, "N *S"], index: Int[Array, ""]) -> Float[Array, "*S"]:
-    return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
-
-
-def add(sums: Float[Array, "N *S"], y: Float[Array, "*S"], index: Int[Array, ""]) -> Float[Array, "N *S"]:
-    return jax.lax.dynamic_update_index_in_dim(sums, take(sums, index) + y, index, 0)
+    @property
+    def feeds(self) -> Bool[Array, ""]:
+        return (self.layer >= 0) & (self.part != ATTENTION)
 
 
 class Run(NamedTuple):
@@ -53,6 +57,7 @@ def run(
     positions: Int[Array, "B T"],
     cache: Cache | None = None,
     collect: Sequence[int] | None = None,
+    fresh: bool = False,
 ) -> Run:
     """Runs the rows of a program over a residual stream.
 
@@ -61,109 +66,172 @@ def run(
       program: a table of layer ids below the decoder's depth; data, so that one compilation serves every
         program of its shape.
       positions: position of each token in its sequence, -1 at padding.
-      cache: keys and values of earlier tokens, a slot per visit. The T tokens are appended; the caller sees
-        to it that there is room (`Cache.room`).
+      cache: keys and values of earlier tokens, a slot for each visit. The T tokens are appended; without
+        room for them the result is NaN.
       collect: rows whose result is returned, static; None for none.
+      fresh: the cache is known to be empty, so nothing is read from it; static.
 
     The carry is h and, in tables with lanes, the lane inputs of the row: a Newton iteration continues from
     them (h_l = h_{l-1} + r_l, with r_l at the previous iterate; J = I, arXiv 2605.17842), so that it is a row
     like any other.
     """
+    _check(decoder, program, cache, collect)
+    lanes = program.layer.shape[1]
+    collect = None if collect is None else tuple(collect)
+    past = cache is not None and not fresh
+    shared = context(decoder, positions, cache.positions if past else None)
+    windows = window_indices(decoder.config)
+
+    # The steps take every array as an argument, because `once` differentiates them by a rule of its own.
+    def branch_a(params, i, operands, x):
+        visit, shared, windows, kv = operands
+        ctx = shared._replace(window=windows[visit.layer], past=read(kv, visit.slot + i) if past else None)
+        y, new = bind(decoder, params).attend(x, ctx)
+        return y * visit.scale.astype(y.dtype), new
+
+    def branch_m(params, visit, x):
+        y = bind(decoder, params).feed(x)
+        return y * visit.scale.astype(y.dtype)
+
+    def attend_once(step, visit, kv, x):
+        """Returns step's result, and kv with what the visit wrote."""
+        operands = (visit, shared, windows, kv)
+        x, new = once(step, visit.attends, decoder.layers, visit.layer, operands, (x, quiet))
+        return x, write(kv, new, visit.slot, None if cache is None else cache.length)
+
+    def one_lane(h, kv, visit):
+        def attend(params, i, operands, state):
+            y, new = branch_a(params, i, operands, state[0])
+            return state[0] + y, new
+
+        def feed(params, i, visit, h):
+            return h + branch_m(params, visit, h)
+
+        h, kv = attend_once(attend, visit, kv, h)
+        return once(feed, visit.feeds, decoder.layers, visit.layer, visit, h), kv
+
+    def side_by_side(h, trace, kv, visits, kind):
+        inputs = jnp.where(kind == CONTINUE, trace, h)
+
+        def attend(params, i, operands, state):
+            (inputs, sums), _ = state
+            visit = operands[0]
+            y, new = branch_a(params, i, operands, take(inputs, visit.group))
+            return (inputs, add(sums, y, visit.group)), new
+
+        def feed(params, i, operands, sums):
+            visit, middles = operands
+            return add(sums, branch_m(params, visit, take(middles, visit.group)), visit.group)
+
+        def attend_lane(carry, visit):
+            sums, kv = carry
+            (_, sums), kv = attend_once(attend, visit, kv, (inputs, sums))
+            return (sums, kv), None
+
+        def feed_lane(sums, visit):
+            operands = (visit, middles)
+            return once(feed, visit.feeds, decoder.layers, visit.layer, operands, sums), None
+
+        (attention, kv), _ = jax.lax.scan(attend_lane, (jnp.zeros_like(inputs), kv), visits)
+        middles = inputs + attention
+        residuals, _ = jax.lax.scan(feed_lane, attention, visits)
+        base = inputs[0]  # the first lane of a Newton row always reads the row's own input
+        ends = base + jnp.cumsum(residuals, axis=0)
+        mean = base + residuals.sum(axis=0) / (visits.group.max() + 1)
+        return jnp.where(kind == MEAN, mean, ends[-1]), jnp.concatenate([base[None], ends[:-1]]), kv
+
+    def row(carry, table):
+        h, trace, kv, kept = carry
+        visits, kind, place = table
+        if trace is None:
+            h, kv = one_lane(h, kv, jax.tree.map(lambda a: a[0], visits))
+        else:
+            h, trace, kv = side_by_side(h, trace, kv, visits, kind)
+        if kept is not None:
+            kept = jax.lax.dynamic_update_index_in_dim(kept, h, place, 0)
+        return (h, trace, kv, kept), None
+
+    # What stands in for new keys and values where a visit has no attention.
+    B, T = h.shape[:2]
+    dtype = jax.tree.leaves(decoder.layers)[0].dtype
+    config = decoder.config
+    quiet = KeyValue(*[jnp.zeros((B, config.kv_heads, T, config.head_width), dtype)] * 2)
+    place = places(collect or (), program.layer.shape[0])
+    visits = Visit(program.layer, program.part, program.scale, jnp.maximum(program.group, 0), program.slot)
+    trace = None if lanes == 1 else jnp.zeros((lanes, *h.shape), h.dtype)
+    kept = None if collect is None else jnp.zeros((len(collect) + 1, *h.shape), h.dtype)
+    carry = (h, trace, None if cache is None else cache.kv, kept)
+    table = jax.tree.map(jnp.asarray, (visits, program.kind, place))
+    (h, _, kv, kept), _ = jax.lax.scan(jax.checkpoint(row), carry, table)
+    collected = None if collect is None else kept[place[jnp.asarray(collect, jnp.int32)]]
+    if cache is None:
+        return Run(h, None, collected)
+    # Writing past the end would overwrite earlier tokens: give no number rather than a wrong one.
+    h = jnp.where(cache.length + T <= cache.positions.shape[1], h, jnp.nan)
+    return Run(h, cache.appended(kv, positions), collected)
+
+
+def places(collect: Sequence[int], rows: int) -> Int[Array, " R"]:
+    """Returns where each row's result is kept: its place in collect, or the spare place behind them."""
+    place = jnp.full(rows, len(collect), jnp.int32)
+    return place.at[jnp.asarray(collect, jnp.int32)].set(jnp.arange(len(collect), dtype=jnp.int32))
+
+
+def _check(decoder: Decoder, program: Program, cache: Cache | None, collect: Sequence[int] | None) -> None:
     if program.depth != decoder.config.layers:
         raise ValueError(
             f"the program is for {program.depth} layers and the decoder has {decoder.config.layers}; "
             f"parse it with depth={decoder.config.layers}."
         )
-    rows, lanes = program.layer.shape
     if cache is not None and cache.kv.k.shape[0] < program.slots:
         raise ValueError(
             f"the program writes {program.slots} slots and the cache has {cache.kv.k.shape[0]}; "
             "make the cache with this program, or pad the program to the cache's slots."
         )
-    collect = None if collect is None else tuple(collect)
+    rows = program.layer.shape[0]
     if collect is not None and not all(0 <= row < rows for row in collect):
-        raise ValueError(f"collect={collect} names a row outside 0..{rows - 1}.")
+        raise ValueError(f"collect={tuple(collect)} names a row outside 0..{rows - 1}.")
 
-    shared = context(decoder, positions, None if cache is None else cache.positions)
-    start = None if cache is None else cache.length
-    windows = window_indices(decoder.config)
-    place = jnp.full(rows, len(collect or ()), jnp.int32)
-    if collect is not None:
-        place = place.at[jnp.asarray(collect, jnp.int32)].set(jnp.arange(len(collect)))
 
-    def attend(x, layer, scale, past):
-        def branch(module):
-            y, kv = module.attend(x, shared._replace(window=windows[layer], past=past))
-            return y * scale.astype(y.dtype), kv
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def once(
+    step: Callable, active: Bool[Array, ""], layers: Params, layer: Int[Array, ""], operands: Any, x: Any
+):
+    """Returns step(parameters of the layer, 0, operands, x) where active, and x untouched where not.
 
-        return with_layer(decoder, layer, branch)
+    It is a loop of one trip or none rather than a `lax.cond`: a loop updates its carry in place, a
+    conditional puts its results in buffers of their own. The trip number is added to every index, so that
+    the compiler cannot move a layer's slice out of the loop, where it would be copied. Differentiated, it is
+    a conditional on the layer's own slice, so that a gradient has the size of one layer, not of all of them.
+    """
 
-    def feed(x, layer, scale):
-        def branch(module):
-            y = module.feed(x)
-            return y * scale.astype(y.dtype)
+    def trip(i, x):
+        return at_layer(layers, layer + i, lambda params: step(params, i, operands, x))
 
-        return with_layer(decoder, layer, branch)
+    return jax.lax.fori_loop(0, active.astype(jnp.int32), trip, x)
 
-    quiet = jax.tree.map(
-        lambda a: jnp.zeros(a.shape, a.dtype),
-        jax.eval_shape(lambda: attend(h, 0, jnp.float32(1), None if cache is None else read(cache.kv, 0))),
-    )
 
-    def row(carry, table):
-        h, trace, kv, kept = carry
-        visits, kind, place = table
-        goes_on = kind == CONTINUE
-        inputs = h[None] if trace is None else jnp.where(goes_on, trace, h)
-
-        def attend_lane(carry, visit):
-            sums, kv = carry
-            active = (visit.layer >= 0) & (visit.part != MLP)
-
-            # The branch reads the cache and returns only the new keys and values: a cache that went through
-            # the conditional as a result would be copied for every visit.
-            def do():
-                past = None if cache is None else read(kv, visit.slot)
-                return attend(take(inputs, visit.group), visit.layer, visit.scale, past)
-
-            y, new = jax.lax.cond(active, do, lambda: quiet)
-            return (add(sums, y, visit.group), write(kv, new, visit.slot, start)), None
-
-        def feed_lane(sums, visit):
-            active = (visit.layer >= 0) & (visit.part != ATTENTION)
-            x = take(inputs, visit.group) + take(attention, visit.group)
-            y = jax.lax.cond(active, lambda: feed(x, visit.layer, visit.scale), lambda: jnp.zeros_like(h))
-            return add(sums, y, visit.group), None
-
-        (attention, kv), _ = jax.lax.scan(attend_lane, (jnp.zeros_like(inputs), kv), visits)
-        mlp, _ = jax.lax.scan(feed_lane, jnp.zeros_like(inputs), visits)
-        residuals = attention + mlp
-        if trace is None:
-            h = h + residuals[0]
+@once.defjvp
+def _(step, primals, tangents):
+    def conditional(active, layers, layer, operands, x):
+        if isinstance(layers, tuple):
+            do = lambda: at_layer(layers, layer, lambda params: step(params, 0, operands, x))
         else:
-            base = inputs[0]  # the first lane of a Newton row always reads the row's own input
-            ends = base + jnp.cumsum(residuals, axis=0)
-            trace = jnp.concatenate([base[None], ends[:-1]])
-            groups = jnp.maximum(visits.group.max() + 1, 1)
-            h = jnp.where(kind == MEAN, base + residuals.sum(axis=0) / groups, ends[-1])
-        if kept is not None:
-            kept = jax.lax.dynamic_update_index_in_dim(kept, h, place, 0)
-        return (h, trace, kv, kept), None
+            params = at_layer(layers, layer, lambda params: params)
+            do = lambda: step(params, 0, operands, x)
+        return jax.lax.cond(active, do, lambda: x)
 
-    trace = None if lanes == 1 else jnp.zeros((lanes, *h.shape), h.dtype)
-    kept = None if collect is None else jnp.zeros((len(collect) + 1, *h.shape), h.dtype)
-    visits = Visit(program.layer, program.part, program.scale, jnp.maximum(program.group, 0), program.slot)
-    table = (visits, program.kind, place)
-    carry = (h, trace, None if cache is None else cache.kv, kept)
-    (h, _, kv, kept), _ = jax.lax.scan(jax.checkpoint(row), carry, jax.tree.map(jnp.asarray, table))
-    if cache is not None:
-        # Writing past the end would overwrite earlier tokens: give no number rather than a wrong one.
-        h = jnp.where(start + h.shape[1] <= cache.positions.shape[1], h, jnp.nan)
-    return Run(
-        h,
-        None if cache is None else cache.appended(kv, positions),
-        None if kept is None else kept[place[jnp.asarray(collect, jnp.int32)]],
-    )
+    return jax.jvp(conditional, primals, tangents)
+
+
+def take(stacked: Float[Array, "N *S"], index: Int[Array, ""]) -> Float[Array, "*S"]:
+    """Returns one entry along the leading axis."""
+    return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+
+
+def add(sums: Float[Array, "N *S"], y: Float[Array, "*S"], index: Int[Array, ""]) -> Float[Array, "N *S"]:
+    """Returns sums with y added to one entry along the leading axis."""
+    return jax.lax.dynamic_update_index_in_dim(sums, take(sums, index) + y, index, 0)
 
 
 def forward(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlayers.decoder.attention import KeyValue
+from jaxlayers.decoder.attention import KeyValue, row_major
 from jaxlayers.decoder.stack import Decoder
 from jaxlayers.program import Program
 
@@ -20,7 +20,7 @@ from jaxlayers.program import Program
 class Cache:
     """Keys and values of N slots, in columns shared by the batch.
 
-    Column s holds token s of the calls so far; rows of a ragged batch have holes there, marked by position -1.
+    Column s holds token s of the calls so far; a row of a ragged batch has holes, marked by position -1.
     """
 
     kv: KeyValue  # k and v are [N, B, K, S, Q]
@@ -28,7 +28,7 @@ class Cache:
     length: Int[Array, ""]  # columns in use
 
     def next_positions(self, mask: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-        """Returns the positions of new tokens, which go on where each row's real tokens end; -1 at padding."""
+        """Returns positions of new tokens, going on where each row's real tokens end; -1 at padding."""
         used = jnp.sum(self.positions >= 0, axis=1, dtype=jnp.int32, keepdims=True)
         return jnp.where(mask, used + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, -1)
 
@@ -69,13 +69,15 @@ def read(kv: KeyValue, slot: Int[Array, ""]) -> KeyValue:
 def write(
     kv: KeyValue | None, new: KeyValue, slot: Int[Array, ""], start: Int[Array, ""] | None
 ) -> KeyValue | None:
-    """Returns kv with the new tokens' keys and values in one slot from column `start` on; slot -1 writes none."""
+    """Returns kv with new tokens' keys and values in a slot from column `start` on; slot -1 writes none."""
     if kv is None:
         return None
 
     def put(old: Float[Array, "N B K S Q"], new: Float[Array, "B K T Q"]):
         at = tuple(jnp.asarray(i, jnp.int32) for i in (slot, 0, 0, start, 0))
+        # Unpinned, the layout that suits a single token would spread to the cache and have it copied.
         kept = jax.lax.dynamic_slice(old, at, (1, *new.shape))
-        return jax.lax.dynamic_update_slice(old, jnp.where(slot >= 0, new[None].astype(old.dtype), kept), at)
+        update = row_major(jnp.where(slot >= 0, new[None].astype(old.dtype), kept))
+        return row_major(jax.lax.dynamic_update_slice(old, update, at))
 
     return KeyValue(put(kv.k, new.k), put(kv.v, new.v))
