@@ -159,7 +159,8 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and generation_config.json (the stop ids) into folder.
 
-        `from_folder` and transformers' AutoTokenizer read them back with the same ids. Raises OSError.
+        `from_folder` and transformers' AutoTokenizer read them back with the same ids. (Where config.json is
+        that of a qwen2, transformers 5 splits words by Qwen2's rule, not tokenizer.json's.) Raises OSError.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

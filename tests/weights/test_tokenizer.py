@@ -1,6 +1,7 @@
 """Tokenizers against plain Python references, transformers, and damaged files."""
 
 import functools
+import itertools
 import json
 import random
 import string
@@ -18,7 +19,8 @@ from jaxlayers.weights.tokenizer import Tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
-    "'<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "'<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 WORDS = "the thin thing then 12 2007 don't DON'T we're  don''t\n\n\tx =  [é] 日本 🙂 a1b22c333 4444 \r\n end "
 MERGES = [
@@ -72,7 +74,7 @@ def byte_level_metadata(pre="smollm", **keys):
 
 
 def sentencepiece_metadata(**keys):
-    pieces = ["▁t", "he", "▁the", "in", "▁▁", "aa", "ab", "▁a", "▁a▁"[:2] + "b", "the", "▁thin", "▁▁▁▁", "th"]
+    pieces = ["▁t", "he", "▁the", "in", "▁▁", "aa", "ab", "▁a", "▁ab", "the", "▁thin", "▁▁▁▁", "th"]
     pieces += ["▁th", "éa", "12"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     tokens += [*"▁abtheinxé12", "<|im_end|>", "<think>"]
@@ -133,7 +135,7 @@ def byte_level_reference(text, pattern, whole_words):
         symbols = [letters[byte] for byte in word.encode()]
         if whole_words and "".join(symbols) in ids:
             symbols = ["".join(symbols)]
-        while pairs := [p for p in zip(symbols, symbols[1:], strict=False) if p in ranks]:
+        while pairs := [p for p in itertools.pairwise(symbols) if p in ranks]:
             best, merged = min(pairs, key=ranks.__getitem__), []
             while symbols:
                 width = 2 if tuple(symbols[:2]) == best else 1
@@ -170,7 +172,7 @@ def sentencepiece_reference(text, prefix):
     normal = {t for t, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True) if kind == 1}
     symbols = list(("▁" if prefix and text else "") + text.replace(" ", "▁"))
     while True:
-        unions = [(scores[ids[a + b]], -i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False))
+        unions = [(scores[ids[a + b]], -i) for i, (a, b) in enumerate(itertools.pairwise(symbols))
                   if a + b in normal]  # fmt: skip
         if not unions:
             break
@@ -238,7 +240,7 @@ def test_streaming_adds_up_to_decoding(data):
     tokenizer = data.draw(st.sampled_from([byte_level(), sentencepiece(), sentencepiece(False)]))
     text = st.text(st.sampled_from("the in12é日🙂\0 \ufffd<>")).map(tokenizer.encode)
     anything = st.lists(st.integers(0, tokenizer.size - 1), max_size=8)
-    ids = sum(data.draw(st.lists(st.one_of(text, anything), max_size=6)), [])
+    ids = [id for part in data.draw(st.lists(st.one_of(text, anything), max_size=6)) for id in part]
     special = data.draw(st.booleans())
     stream, pieces, at = tokenizer.stream(special), [], 0
     while at < len(ids):
@@ -321,11 +323,22 @@ def test_saved_folders_come_back(tmp_path, make):
         assert getattr(again, name) == getattr(tokenizer, name)
 
 
-@pytest.mark.parametrize("model_type", [None, "llama", "qwen2"])
-@pytest.mark.parametrize("make", [byte_level, sentencepiece, lambda: byte_level("llama-bpe")])
-def test_saved_folders_load_in_transformers(tmp_path, make, model_type):
+@pytest.mark.parametrize(
+    ("pre", "model_type"),
+    [
+        ("smollm", None),
+        ("smollm", "llama"),
+        ("llama-bpe", "llama"),
+        ("qwen2", "qwen2"),
+        ("qwen2", "qwen3"),
+        ("tekken", "mistral"),
+        (None, "llama"),
+        (None, "mistral"),
+    ],
+)
+def test_saved_folders_load_in_transformers(tmp_path, pre, model_type):
     transformers = pytest.importorskip("transformers")
-    tokenizer = make()
+    tokenizer = sentencepiece() if pre is None else byte_level(pre)
     tokenizer.save(tmp_path)
     if model_type is not None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -361,21 +374,26 @@ def hub_folder(folder, config=None, generation=None, **files):
     return folder
 
 
+def opened(folder):
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
 def test_folders(tmp_path):
     assert Tokenizer.from_folder(tmp_path) is None
-    tokenizer = Tokenizer.from_folder(hub_folder(tmp_path, generation={"eos_token_id": [1, 260]}))
-    assert tokenizer is not None
+    tokenizer = opened(hub_folder(tmp_path, generation={"eos_token_id": [1, 260]}))
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.size) == (0, (1, 260), None, 261)
     # What a tokenizer.json says of truncation and padding is for training, not for prompts.
     assert tokenizer.encode("the the the the the")[0] == 0
     assert tokenizer.decode(tokenizer.encode("the the the the the")) == "the the the the the"
     for flag, expected in ((True, [0, 259]), (False, [259])):
         config = {"bos_token": "<s>", "add_bos_token": flag}
-        tokenizer = Tokenizer.from_folder(hub_folder(tmp_path, config, {"eos_token_id": 1}))
+        tokenizer = opened(hub_folder(tmp_path, config, {"eos_token_id": 1}))
         assert tokenizer.encode("the") == expected and tokenizer.eos == (1,)
     hub_folder(tmp_path, {}, None, special_tokens_map={"bos_token": "<s>", "eos_token": "</s>"})
     (tmp_path / "generation_config.json").unlink()
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = opened(tmp_path)
     assert (tokenizer.bos, tokenizer.eos) == (0, (1,))
 
 
@@ -384,10 +402,10 @@ def test_chat_templates_of_folders(tmp_path):
         {"name": "tool_use", "template": "T"},
         {"name": "default", "template": "D{{ eos_token }}<|eot_id|>"},
     ]
-    tokenizer = Tokenizer.from_folder(hub_folder(tmp_path, {"eos_token": "</s>", "chat_template": named}))
+    tokenizer = opened(hub_folder(tmp_path, {"eos_token": "</s>", "chat_template": named}))
     assert tokenizer.render("x") == "D</s><|eot_id|>" and tokenizer.eos == (1, 260)
     (tmp_path / "chat_template.jinja").write_text("J")
-    assert Tokenizer.from_folder(tmp_path).render("x") == "J"
+    assert opened(tmp_path).render("x") == "J"
 
 
 @pytest.mark.parametrize(
@@ -418,7 +436,8 @@ def test_templates_see_what_transformers_gives_them():
         "{% for m in messages %}\n    {% if loop.first %}{% continue %}{% endif %}\n"
         "{{ m.content|trim ~ '!' }}{{ loop.length }}{% generation %}y{% endgeneration %}{% endfor %}"
         "{{ {'a<': 'é'}|tojson }}{{ strftime_now('%Y')|length }}{{ nothing }}{{ '%s-%d'|format('a', 3) }}"
-        "{{ messages|map(attribute='content')|join(',') }}{% macro f(n) %}{% if n %}{{ f(n - 1) }}x{% endif %}"
+        "{{ messages|map(attribute='content')|join(',') }}"
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}x{% endif %}"
         "{% endmacro %}{{ f(3) }}"
     )
     messages = [{"content": " a "}, {"content": "b"}]
@@ -439,7 +458,8 @@ HOSTILE = [
     "{{ '%1000000000d' % 3 }}",
     "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x|replace('a', n.x) %}{% endfor %}",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
+    "{% set n.x = n.x|replace('a', n.x) %}{% endfor %}",
     "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set q %}{{ n.x }}{{ n.x }}{% endset %}"
     "{% set n.x = q %}{% endfor %}",
     "{% macro f(n) %}{{ f(n - 1) }}{% endmacro %}{{ f(9) }}",
