@@ -523,3 +523,40 @@ def test_a_header_of_many_keys_is_refused_at_once(folder):
     start = time.process_time()
     message(folder, "twice")
     assert time.process_time() - start < 2
+
+
+@pytest.mark.slow
+def test_mutated_configs_load_or_say_why(folder):
+    path = folder / "config.json"
+    good = path.read_bytes()
+    rng = random.Random(1)
+    values = [
+        None,
+        0,
+        -1,
+        2,
+        2**31 - 1,
+        2**63,
+        1e308,
+        1e-320,
+        "x",
+        [],
+        {},
+        [1],
+        {"rope_type": "llama3"},
+        True,
+    ]
+    pieces = [b"9" * 6000, b"-", b"null", b"e9", b"[", b"{", b'"', b"0.", b"\xff"]
+    for _ in range(400):
+        if rng.random() < 0.5:
+            config = json.loads(good)
+            config[rng.choice(list(config))] = rng.choice(values)
+            data = json.dumps(config).encode()
+        else:
+            at = rng.randrange(len(good))
+            data = good[:at] + rng.choice(pieces) + good[at + rng.randrange(2) :]
+        path.write_bytes(data)
+        try:
+            load_folder(folder)
+        except (ValueError, OSError) as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000
