@@ -175,8 +175,8 @@ def check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens
             raise ValueError(f"prompt {i} is empty; give at least one token.")
         if len(prompt) + max_tokens > config.context:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens and {max_tokens} new ones are asked for, but the context "
-                f"of the model is {config.context}; shorten the prompt or ask for fewer."
+                f"prompt {i} has {len(prompt)} tokens and {max_tokens} new ones are asked for, but the "
+                f"model's context is {config.context}; shorten the prompt or ask for fewer."
             )
 
 
