@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class _Package(ModuleType):
-    """Imports the public names, and with them jax, at their first use: `jaxlayers --help` is faster by far."""
+    """Imports the public names, and with them jax, at their first use: `jaxlayers --help` needs none."""
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") or name == "__all__":

@@ -72,7 +72,9 @@ def generate_text(
 def tokenizer_of(model: Model) -> Tokenizer:
     """Returns the model's tokenizer, or raises ValueError where it came without one."""
     if model.tokenizer is None:
-        raise ValueError("the model has no tokenizer, which text needs; put its tokenizer.json in the folder.")
+        raise ValueError(
+            "the model has no tokenizer, which text needs; put its tokenizer.json in the folder."
+        )
     return model.tokenizer
 
 
