@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import io
 import json
-import logging
 import math
 import os
 import sys
@@ -176,8 +175,9 @@ def export(args: Args) -> Result:
 
 
 def bench(args: Args) -> Result:
-    from jaxlayers import bench
+    from jaxlayers import bench, startup
 
+    startup.start()
     if args.name not in bench.NAMES:
         raise ValueError(f"there is no bench {args.name!r}; name one of {', '.join(bench.NAMES)}.")
     _note(args, f"measuring {args.name}, both sides in turn ...")
@@ -188,8 +188,10 @@ def bench(args: Args) -> Result:
 
 def demo(args: Args) -> Result:
     text = None if args.text is None else _read_text(args.text)
+    from jaxlayers import startup
     from jaxlayers.demo import demo
 
+    startup.start()
     start = time.perf_counter()
     demo(args.model, text, args.out)
     return {"out": str(args.out), "seconds": time.perf_counter() - start}
@@ -318,10 +320,10 @@ def _program(text: str | None, depth: int) -> "Program":
 
 
 def _load(args: Args) -> "Model":
-    from jaxlayers.compile_cache import keep_compiled
+    from jaxlayers import startup
     from jaxlayers.weights import hub
 
-    keep_compiled()
+    startup.start()
     _note(args, f"loading {args.model} ...")
     return hub.load(args.model, args.dtype)
 
@@ -400,15 +402,13 @@ def _strict(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet(args: Args) -> Iterator[None]:
-    """Keeps the notices of jax and XLA about their own start off stderr; their errors still come."""
+    """Keeps warnings that are for programmers off stderr; errors still come."""
     if args.debug:
         yield
         return
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # C++: warnings and below, read when jax is imported
     if args.json:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in ("jax._src.xla_bridge", "jax._src.compilation_cache", "jax._src.lru_cache"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
