@@ -82,7 +82,8 @@ def evaluate(args: Args) -> Result:
     decoder = per_layer(model.decoder) if jax.default_backend() == "cpu" else model.decoder
     start = time.perf_counter()
     with _progress(args, "evaluating") as report:
-        found = evaluate(decoder, ids, program, args.window, report=report)
+        window = min(512, decoder.config.context) if args.window is None else args.window
+        found = evaluate(decoder, ids, program, window, report=report)
     result: Result = {
         "mean_nll": found.mean_nll,
         "ppl": found.ppl,
@@ -252,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     model(sub)
     sub.add_argument("--text", metavar="FILE", required=True, help="UTF-8 text")
-    sub.add_argument("--window", type=int, default=512, help="tokens scored together (default 512)")
+    sub.add_argument("--window", type=int, metavar="W", help="tokens scored together (default 512)")
     sub.add_argument("--tokens", type=int, metavar="N", help="use only the first N tokens of the text")
 
     sub = command(

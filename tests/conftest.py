@@ -4,6 +4,7 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["JAXLAYERS_NO_COMPILE_CACHE"] = "1"
 
 import jax
 

@@ -108,7 +108,10 @@ def test_a_default_window_fits_the_model(result, model, text):
     found = result("eval", model, "--text", text)
     loaded = hub.load(model)
     expected = evaluate(loaded.decoder, loaded.tokenizer.encode(TEXT * 6), window=256)
-    assert (found["mean_nll"], found["tokens"]) == (pytest.approx(expected.mean_nll, abs=1e-5), expected.tokens)
+    assert (found["mean_nll"], found["tokens"]) == (
+        pytest.approx(expected.mean_nll, abs=1e-5),
+        expected.tokens,
+    )
 
 
 def test_infinity_is_null(result, model, text, monkeypatch):
@@ -529,7 +532,11 @@ def test_help_and_wrong_usage_import_no_jax():
 
 
 def test_a_real_process(model, text, tmp_path):
-    environment = {**os.environ, "JAXLAYERS_CACHE": str(tmp_path / "cache"), "JAXLAYERS_NO_COMPILE_CACHE": "0"}
+    environment = {
+        **os.environ,
+        "JAXLAYERS_CACHE": str(tmp_path / "cache"),
+        "JAXLAYERS_NO_COMPILE_CACHE": "0",
+    }
     environment.pop("JAX_PLATFORMS")  # as a user has it: notices about absent hardware stay away
     words = ["generate", model, "--prompt", "the", "--max-tokens", 4, "--json"]
     done = process(*words, env=environment)
