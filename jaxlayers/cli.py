@@ -140,13 +140,12 @@ def generate(args: Args) -> Result:
 
 def program(args: Args) -> Result:
     found = _program(args.program, args.depth)
-    if not args.json:
-        print(found.describe())
     if args.picture:
         from jaxlayers.plot import program_figure
 
         program_figure(found).savefig(args.picture)
-        _note(args, f"wrote {args.picture}")
+    if not args.json:
+        print(found.describe())
     return {
         "program": str(found),
         "rows": found.rows,
@@ -425,7 +424,8 @@ def _sentence(error: Exception) -> str:
             "load the weights with --dtype bfloat16, or take a smaller model."
         )
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{os.fspath(error.filename)!r}: {error.strerror.lower()}."
+        what_to_do = "; check the path" if isinstance(error, WRONG) else ""
+        return f"{os.fspath(error.filename)!r}: {error.strerror.lower()}{what_to_do}."
     if isinstance(error, ValueError | OSError) and text:
         return text if text.endswith(".") else f"{text}."
     detail = f"{type(error).__name__}: {text}"[:300]

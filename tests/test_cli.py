@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -34,9 +35,9 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(model, tmp_path):
     """A copy that a test may damage."""
-    return checkpoints.folder(tmp_path / "tiny", seed=1)
+    return shutil.copytree(model, tmp_path / "tiny")
 
 
 @pytest.fixture(scope="module")
