@@ -243,8 +243,9 @@ def forward(
     """Returns the logits of every token under a program, in at least float32.
 
     `program` None is the plain model; `mask` is true at real tokens, which stand together in a row with
-    padding before or after. An id outside the vocabulary gives NaN.
+    padding before or after. An id outside the vocabulary gives NaN; padding may hold any id.
     """
     program = identity(decoder.config.layers) if program is None else program
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+    tokens = jnp.where(mask, tokens, 0)
     return unembed(decoder, run(decoder, embed(decoder, tokens), program, positions_of(mask)).h)
