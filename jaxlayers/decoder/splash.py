@@ -11,9 +11,12 @@ BLOCK = 512
 
 
 def splash_attention(
-    q: Float[Array, "B T H Q"], kv, positions: Int[Array, "B T"], window: int | None
+    q: Float[Array, "B T H Q"], kv, positions: Int[Array, "B T"], window: int | None, interpret: bool = False
 ) -> Float[Array, "B T H Q"]:
-    """Returns causal attention inside one call; a position of -1 is padding, window counts the query."""
+    """Returns causal attention inside one call; a position of -1 is padding, window counts the query.
+
+    `interpret` runs the kernel without a TPU, slowly.
+    """
     B, T, H, Q = q.shape
     K = kv.k.shape[1]
     block = min(BLOCK, -(-T // LANES) * LANES)
@@ -32,7 +35,9 @@ def splash_attention(
             "block_q_dq block_kv_dq"
         ).split()
     }
-    mqa = kernel.make_splash_mqa_single_device(mask, block_sizes=kernel.BlockSizes(**sizes))
+    mqa = kernel.make_splash_mqa_single_device(
+        mask, block_sizes=kernel.BlockSizes(**sizes), interpret=interpret
+    )
     run = lambda q, k, v, s: mqa(q, k, v, kernel.SegmentIds(s, s))
     heads = jax.vmap(run, in_axes=(0, 0, 0, None))
     y = jax.vmap(heads)(pad(grouped), pad(kv.k), pad(kv.v), segments)
