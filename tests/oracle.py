@@ -23,7 +23,14 @@ from jaxlayers.decoder.stack import (
 LAYERS = 5
 # Windows that differ by layer, grouped heads, and a head width of its own.
 WINDOWED = DecoderConfig(
-    vocab=32, embed=16, layers=LAYERS, heads=4, kv_heads=2, head_width=6, ffw=24, windows=(None, 3, 5, None, 2)
+    vocab=32,
+    embed=16,
+    layers=LAYERS,
+    heads=4,
+    kv_heads=2,
+    head_width=6,
+    ffw=24,
+    windows=(None, 3, 5, None, 2),
 )
 # Norms of queries and keys, biases everywhere, one key head, a tied head, stretched RoPE.
 BIASED = DecoderConfig(
@@ -102,9 +109,9 @@ class Oracle:
 
     def residual(self, lane: list[tuple[int, str]], scale: float, x: jax.Array) -> jax.Array:
         """Returns what one lane adds to x: all its attentions, then all its MLPs on top of them."""
-        attention = sum([scale * self.attend(layer, x) for layer, branches in lane if "a" in branches], 0 * x)
-        middle = x + attention
-        return attention + sum([scale * self.feed(layer, middle) for layer, branches in lane if "m" in branches])
+        added = sum((scale * self.attend(layer, x) for layer, branches in lane if "a" in branches), 0 * x)
+        middle = x + added
+        return sum((scale * self.feed(layer, middle) for layer, branches in lane if "m" in branches), added)
 
     def step(self, step: Step, h: jax.Array) -> list[jax.Array]:
         """Returns the residual stream after each iteration of a step."""

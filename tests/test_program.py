@@ -1,4 +1,4 @@
-"""The program table, its text form, builders and mergekit, against a second reading of the text (grammar.py)."""
+"""The program table, its text form, builders and mergekit, against a second reading of the text."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`run` against the oracle: whole forwards, split ones with a cache, and what the table's shape must not change."""
+"""`run` against the oracle: whole forward passes, and split ones through a cache."""
 
 import dataclasses
 import functools
@@ -145,15 +145,13 @@ def test_padding_of_the_table_changes_nothing():
     want = final(decoder, tokens, mask, program)
     for shape in [(program.rows + 3, program.lanes, program.slots), (24, 6, 60)]:
         np.testing.assert_array_equal(final(decoder, tokens, mask, program.pad(*shape)), want)
-    # Rows of padding between others, as a common schedule has them; a Newton row continues the row right above.
+    # Rows of padding between others; not before a Newton row, which continues the row right above it.
     text = "0,[1-3],[2+4,0a]/mean,3m*0.5"
     program = table(text, (4, 3, 10))
     wide, order = program.pad(rows=8), [4, 0, 5, 1, 6, 2, 3, 7]
     names = ("layer", "part", "scale", "group", "slot", "kind")
     spread = dataclasses.replace(wide, **{name: np.asarray(getattr(wide, name))[order] for name in names})
-    np.testing.assert_array_equal(
-        final(decoder, tokens, mask, spread), final(decoder, tokens, mask, program)
-    )
+    np.testing.assert_array_equal(final(decoder, tokens, mask, spread), final(decoder, tokens, mask, program))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -170,7 +168,10 @@ def test_fifty_programs_of_one_shape_compile_once():
     random, seen = np.random.default_rng(0), set()
     while len(seen) < 50:
         lanes = random.integers(0, LAYERS, 3)
-        items = [*map(str, random.integers(0, LAYERS, 4)), f"[{','.join(map(str, lanes))}]@{random.integers(1, 4)}"]
+        items = [
+            *map(str, random.integers(0, LAYERS, 4)),
+            f"[{','.join(map(str, lanes))}]@{random.integers(1, 4)}",
+        ]
         text = ",".join(items[i] for i in random.permutation(len(items)))
         seen.add(np.asarray(counted(decoder, tokens, mask, table(text))).tobytes())
     assert counted._cache_size() == 1
@@ -283,7 +284,9 @@ def test_collected_rows_are_the_oracles_states(text, rows):
     states = oracle.states(decoder, text, tokens, mask)[1:]
     program = table(text, SHAPES[0] if "[" not in text else SHAPES[1])
     h = embed(decoder, tokens)
-    result = jax.jit(lambda program: run(decoder, h, program, positions_of(jnp.asarray(mask)), collect=rows))(program)
+    result = jax.jit(lambda program: run(decoder, h, program, positions_of(jnp.asarray(mask)), collect=rows))(
+        program
+    )
     assert result.collected.shape == (len(rows), *h.shape) and result.cache is None
     for got, row in zip(result.collected, rows, strict=True):
         assert far(got, states[min(row, len(states) - 1)], mask) < 1e-10
@@ -296,7 +299,9 @@ def test_wrong_arguments_are_refused():
     for rows in [(5,), (-1,), (0, 99)]:
         with pytest.raises(ValueError, match=r"collect=\(.*\) names a row outside 0\.\.4"):
             run(decoder, h, program, positions, collect=rows)
-    with pytest.raises(ValueError, match="the program is for 4 layers and the decoder has 5; parse it with depth=5"):
+    with pytest.raises(
+        ValueError, match="the program is for 4 layers and the decoder has 5; parse it with depth=5"
+    ):
         run(decoder, h, identity(4), positions)
     with pytest.raises(ValueError, match="the program writes 6 slots and the cache has 5"):
         run(decoder, h, Program.parse("0-4,4", LAYERS), positions, new_cache(decoder, program, 3, 9))
@@ -394,7 +399,7 @@ def test_writing_past_the_end_gives_nan():
 def test_a_cache_rolled_back_is_as_it_was():
     decoder, (tokens, mask) = decoder_of(WINDOWED), batch()
     program = table("0,[1-3]@2,4x2")
-    prompt, cache = extend(decoder, tokens[:, :4], mask[:, :4], program, new_cache(decoder, program, 3, 9))
+    _, cache = extend(decoder, tokens[:, :4], mask[:, :4], program, new_cache(decoder, program, 3, 9))
 
     def decode(cache, tokens):
         parts = []
@@ -459,8 +464,9 @@ def test_keeping_the_last_iteration_only_is_wrong(text):
 def test_a_slot_per_layer_is_right_where_none_repeats(text):
     """The guards above fail for the slots they share, not for being rewritten."""
     assert worst(shared_slots(table(text), by_layer), text) < 1e-10
-    reversed_slots = dataclasses.replace(table(text), slot=np.where((s := np.asarray(table(text).slot)) < 0, -1, 59 - s))
-    assert worst(reversed_slots, text) < 1e-10
+    slot = np.asarray(table(text).slot)
+    backward = dataclasses.replace(table(text), slot=np.where(slot < 0, -1, 59 - slot))
+    assert worst(backward, text) < 1e-10
 
 
 @in_float64
