@@ -125,8 +125,9 @@ def per_layer(decoder: Decoder) -> Decoder:
         return decoder
 
     def rows(a: jax.Array) -> list[jax.Array]:
-        if a.devices() and next(iter(a.devices())).platform == "cpu" and len(a.devices()) == 1:
-            return [jnp.asarray(row) for row in np.asarray(a)]
+        (device, *others) = a.devices()
+        if device.platform == "cpu" and not others:
+            return [jax.device_put(row, device) for row in np.asarray(a)]  # jnp.asarray would copy
         return list(a)
 
     leaves, tree = jax.tree.flatten(decoder.layers)
