@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from oracle import in_float64
 
 from jaxlayers.decoder import attention
 from jaxlayers.decoder.attention import Context, KeyValue, attend_in_blocks, causal_attention, window_width
 from jaxlayers.decoder.splash import splash_attention
+from jaxlayers.mesh import make_mesh
 
 
 def naive(q, sources, positions, window):
@@ -180,3 +182,27 @@ def test_the_splash_kernel_in_bfloat16():
     want = naive(wide(q), [(wide(k), wide(v), at)], at, 50)
     assert y.dtype == jnp.bfloat16
     assert np.abs(wide(y) - want)[at >= 0].max() < 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 2, "tensor": 4}, {"fsdp": 1, "replica": 2, "tensor": 2, "lane": 2}]
+)
+def test_the_splash_kernel_on_a_mesh(sizes):
+    """Batch and heads spread over chips where they divide (4 rows, 2 key heads), whole where they do not."""
+    T, mesh = 130, make_mesh(**sizes)
+    positions = np.concatenate([positions_with_padding(T), positions_with_padding(T)[:1]])
+    shapes = [(4, T, 4, 8), (4, 2, T, 8), (4, 2, T, 8)]
+    q, k, v = (jnp.asarray(random(i, *shape), jnp.float32) for i, shape in enumerate(shapes))
+    want = naive(np.asarray(q, np.float64), [(k, v, positions)], positions, 50)
+
+    @jax.jit
+    def attend(q, k, v, positions):
+        return splash_attention(q, KeyValue(k, v), positions, 50, interpret=True)
+
+    batch = NamedSharding(mesh, PartitionSpec(("replica", "fsdp")))
+    with jax.set_mesh(mesh):
+        given = jax.device_put((q, k, v, jnp.asarray(positions)), batch)
+        y = attend(*given)
+        assert "manual_computation" in attend.lower(*given).as_text()  # under shard_map
+    assert np.abs(np.asarray(y) - want)[positions >= 0].max() < 2e-5

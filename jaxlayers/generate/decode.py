@@ -1,0 +1,233 @@
+"""Prefill and decode as pure functions, and the loop that generates."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlayers.decoder.stack import Decoder, embed, fastest_form, positions_of, unembed
+from jaxlayers.execute.rows import forward, run
+from jaxlayers.generate.cache import Cache, new_cache
+from jaxlayers.generate.sampling import Sampling, sample
+from jaxlayers.program import Program, identity
+
+BUCKET = 64  # prompts and caches are padded to multiples of this, so that few shapes are compiled
+
+
+def prefill(
+    decoder: Decoder,
+    tokens: Int[Array, "B T"],
+    program: Program | None = None,
+    length: int | None = None,
+    mask: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Returns the logits that follow each row's last real token, and a cache of `length` columns (default T).
+
+    `mask` is true at real tokens, padding may stand before or after them. Raises ValueError where the tokens
+    do not fit.
+    """
+    B, T = tokens.shape
+    program = identity(decoder.config.layers) if program is None else program
+    length = T if length is None else length
+    if length < T:
+        raise ValueError(f"a cache of {length} columns cannot hold {T} tokens; make it at least {T}.")
+    mask = jnp.ones((B, T), bool) if mask is None else mask
+    cache = new_cache(decoder, program, B, length)
+    done = run(decoder, embed(decoder, tokens), program, positions_of(mask), cache, fresh=True)
+    last = T - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+    return unembed(decoder, jnp.take_along_axis(done.h, last[:, None, None], axis=1)[:, 0]), done.cache
+
+
+def decode_step(
+    decoder: Decoder,
+    token: Int[Array, " B"],
+    cache: Cache,
+    program: Program | None = None,
+    active: Bool[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Returns the logits that follow one more token a row, and the cache with that token.
+
+    Rows that are not `active` leave a hole in their column. Without room in the cache the logits are NaN.
+    Donate the cache under `jax.jit` to have it updated in place.
+    """
+    program = identity(decoder.config.layers) if program is None else program
+    active = jnp.ones(token.shape, bool) if active is None else active
+    done = run(decoder, embed(decoder, token[:, None]), program, cache.next_positions(active[:, None]), cache)
+    return unembed(decoder, done.h[:, 0]), done.cache
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["token", "done", "cache"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Where generation stands: the last token of each row is drawn and not yet in the cache."""
+
+    token: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    cache: Cache
+
+
+def _is_stop(token: Int[Array, " B"], stops: Int[Array, " N"]) -> Bool[Array, " B"]:
+    return jnp.any(token[:, None] == stops, axis=1)
+
+
+@functools.partial(jax.jit, static_argnames="length")
+def start(
+    decoder: Decoder,
+    tokens: Int[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    program: Program,
+    sampling: Sampling,
+    stops: Int[Array, " N"],
+    length: int,
+) -> State:
+    """Returns the state after the prompt: its first new token is drawn."""
+    logits, cache = prefill(decoder, tokens, program, length, mask)
+    token = sample(logits, sampling, jnp.sum(mask, axis=1, dtype=jnp.int32))
+    return State(token, _is_stop(token, stops), cache)
+
+
+@functools.partial(jax.jit, static_argnames="block", donate_argnames="state")
+def advance(
+    decoder: Decoder,
+    state: State,
+    program: Program,
+    sampling: Sampling,
+    stops: Int[Array, " N"],
+    steps: Int[Array, ""] | int,
+    block: int,
+) -> tuple[Int[Array, "B N"], State]:
+    """Returns up to `steps` <= `block` more tokens a row, -1 where there is none, and the state after them.
+
+    The loop runs on the device and ends early once every row has ended. The state is donated.
+    """
+
+    def step(carry):
+        i, tokens, state = carry
+        logits, cache = decode_step(decoder, state.token, state.cache, program, ~state.done)
+        used = jnp.sum(cache.positions >= 0, axis=1, dtype=jnp.int32)
+        token = jnp.where(state.done, state.token, sample(logits, sampling, used))
+        tokens = tokens.at[:, i].set(jnp.where(state.done, -1, token))
+        return i + 1, tokens, State(token, state.done | _is_stop(token, stops), cache)
+
+    going = lambda carry: (carry[0] < steps) & ~jnp.all(carry[2].done)
+    tokens = jnp.full((state.token.shape[0], block), -1, jnp.int32)
+    _, tokens, state = jax.lax.while_loop(going, step, (0, tokens, state))
+    return tokens, state
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    program: Program | None = None,
+    *,
+    max_tokens: int = 64,
+    sampling: Sampling | None = None,
+    stops: Sequence[int] = (),
+    block: int = 16,
+) -> Iterator[list[list[int]]]:
+    """Yields the new ids of each row, at most `block` at a time, until all have ended.
+
+    A row ends after one of the ids in `stops`, which is its last, or after `max_tokens`. Close the iterator
+    to end early; what was yielded before does not depend on `block` nor on the other rows.
+
+    Raises ValueError for an empty prompt, an id outside the vocabulary, or where prompt and new tokens exceed
+    the decoder's context.
+    """
+    sampling = (sampling or Sampling()).checked()
+    program = identity(decoder.config.layers) if program is None else program
+    check_prompts(decoder, prompts, max_tokens)
+    tokens, mask = right_padded(prompts, BUCKET)
+    length = -(-(tokens.shape[1] + max_tokens) // BUCKET) * BUCKET
+    stops = jnp.asarray(sorted(set(stops)) or [-1], jnp.int32)
+    decoder = fastest_form(decoder)
+    state = start(decoder, tokens, mask, program, sampling, stops, length)
+    new = np.asarray(state.token)[:, None]
+    made = 1
+    while True:
+        yield [[int(t) for t in row if t >= 0] for row in new]
+        steps = min(block, max_tokens - made)
+        if steps < 1 or bool(np.all(np.asarray(state.done))):
+            return
+        new, state = advance(decoder, state, program, sampling, stops, steps, block)
+        new = np.asarray(new)
+        made += steps
+
+
+def check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Raises ValueError, naming the prompt, where generation could not give what was asked."""
+    config = decoder.config
+    if not prompts:
+        raise ValueError("there is no prompt; give at least one.")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}.")
+    check_ids(decoder, prompts)
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {i} is empty; give at least one token.")
+        if len(prompt) + max_tokens > config.context:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens and {max_tokens} new ones are asked for, but the "
+                f"model's context is {config.context}; shorten the prompt or ask for fewer."
+            )
+
+
+def check_ids(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises ValueError where an id is outside the vocabulary: on the device it would give NaN."""
+    last = decoder.config.vocab - 1
+    for i, prompt in enumerate(prompts):
+        wrong = [t for t in prompt if not 0 <= t <= last]
+        if wrong:
+            raise ValueError(f"prompt {i} holds id {wrong[0]}, outside the vocabulary 0..{last}.")
+
+
+def right_padded(
+    prompts: Sequence[Sequence[int]], multiple: int
+) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
+    """Returns the prompts as one array, padded behind to a multiple, and which of its tokens are real."""
+    width = -(-max(map(len, prompts)) // multiple) * multiple
+    tokens = np.zeros((len(prompts), width), np.int32)
+    mask = np.zeros((len(prompts), width), bool)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+        mask[row, : len(prompt)] = True
+    return tokens, mask
+
+
+@jax.jit
+def _continuations(decoder, tokens, mask, scored, program):
+    logits = forward(decoder, tokens, program, mask)
+    logprobs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.sum(jnp.where(scored[:, 1:], chosen, 0), axis=1)
+
+
+def score(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    choices: Sequence[Sequence[int]],
+    program: Program | None = None,
+) -> Float[np.ndarray, " C"]:
+    """Returns the log-likelihood, in nats, of each choice of ids as a continuation of the prompt's ids.
+
+    Divide by the lengths of the choices to normalise by length. Raises ValueError for an empty prompt or
+    choice, and for what does not fit the context.
+    """
+    if not choices or not all(len(choice) for choice in choices):
+        raise ValueError("every choice needs at least one token.")
+    check_prompts(decoder, [prompt], max(map(len, choices)))
+    program = identity(decoder.config.layers) if program is None else program
+    rows = [[*prompt, *choice] for choice in choices]
+    check_ids(decoder, rows)
+    tokens, mask = right_padded(rows, BUCKET)
+    scored = np.zeros_like(mask)
+    for row, choice in enumerate(choices):
+        scored[row, len(prompt) : len(prompt) + len(choice)] = True
+    return np.asarray(_continuations(decoder, tokens, mask, scored, program))

@@ -1,0 +1,1 @@
+"""Checkpoints to and from the stacked tree."""
