@@ -13,7 +13,7 @@ import pytest
 
 import jaxlayers
 from jaxlayers.evaluate import evaluate
-from jaxlayers.generate.text import generate_text
+from jaxlayers.generate.text import generate_text, tokenizer_of
 from jaxlayers.program import Program
 from jaxlayers.weights import hub
 
@@ -28,7 +28,7 @@ def test_eval(result, tiny_folder, tiny_text):
         "eval", tiny_folder, "--text", tiny_text, "--window", 64, "--tokens", 100, "--program", "0,[1-2]@2,3"
     )
     loaded = hub.load(tiny_folder)
-    ids = loaded.tokenizer.encode(TEXT * 6)[:100]
+    ids = tokenizer_of(loaded).encode(TEXT * 6)[:100]
     expected = evaluate(loaded.decoder, ids, Program.parse("0,[1-2]@2,3", 4), 64)
     assert list(found) == ["mean_nll", "ppl", "tokens", "visits", "seconds"]
     assert found["mean_nll"] == pytest.approx(expected.mean_nll, abs=1e-5)
@@ -40,7 +40,7 @@ def test_eval(result, tiny_folder, tiny_text):
 def test_a_default_window_fits_the_model(result, tiny_folder, tiny_text):
     found = result("eval", tiny_folder, "--text", tiny_text)
     loaded = hub.load(tiny_folder)
-    expected = evaluate(loaded.decoder, loaded.tokenizer.encode(TEXT * 6), window=256)
+    expected = evaluate(loaded.decoder, tokenizer_of(loaded).encode(TEXT * 6), window=256)
     assert (found["mean_nll"], found["tokens"]) == (
         pytest.approx(expected.mean_nll, abs=1e-5),
         expected.tokens,
@@ -133,7 +133,7 @@ def test_export(result, tiny_folder, tmp_path):
     }
     loaded = hub.load(tmp_path / "out")
     assert loaded.decoder.config.layers == 3
-    assert loaded.tokenizer.encode("the") == checkpoints.tokenizer().encode("the")
+    assert tokenizer_of(loaded).encode("the") == checkpoints.tokenizer().encode("the")
     # The exported plain tiny_folder is the program of the first.
     words = ["--prompt", "the", "--max-tokens", 8]
     assert (

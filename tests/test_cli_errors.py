@@ -160,9 +160,9 @@ def test_models(refused, folder, tmp_path, tiny_text):
     assert not (tmp_path / "out").exists()
 
 
-def mutated(data: bytes, head: int, rng: random.Random) -> bytes:
+def mutated(good: bytes, head: int, rng: random.Random) -> bytes:
     """A damaged copy, mostly in the header."""
-    data = bytearray(data)
+    data = bytearray(good)
     at = rng.randrange(head if rng.random() < 0.8 else len(data))
     match rng.randrange(4):
         case 0:

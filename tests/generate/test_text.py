@@ -1,6 +1,7 @@
 """Text around generation: stop strings, ends, streaming, prompts of several forms."""
 
 import itertools
+from typing import Any
 
 import checkpoints
 import pytest
@@ -134,7 +135,7 @@ def test_prompts_get_bos_once(monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_text_does_not_depend_on_the_block(temperature):
-    settings = dict(max_tokens=24, sampling=Sampling(temperature, seed=3), ignore_eos=True)
+    settings: dict[str, Any] = dict(max_tokens=24, sampling=Sampling(temperature, seed=3), ignore_eos=True)
     whole = generate_text(MODEL, ["the thin", "and"], **settings)
     assert [len(done.token_ids) for done in whole] == [24, 24]
     assert whole == generate_text(MODEL, ["the thin", "and"], block=3, **settings)
