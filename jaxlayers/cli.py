@@ -421,6 +421,8 @@ def _quiet(args: Args) -> Iterator[None]:
 def _sentence(error: Exception) -> str:
     """Returns what is wrong as one line."""
     text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) and text:
+        return text
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in text):
         return (
             "memory ran out; use fewer tokens at a time (--window, --max-tokens, a shorter prompt), "

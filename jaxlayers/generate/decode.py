@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlayers.decoder.stack import Decoder, embed, fastest_form, positions_of, unembed
 from jaxlayers.execute.rows import forward, run
-from jaxlayers.generate.cache import Cache, new_cache
+from jaxlayers.generate.cache import Cache, check_memory, new_cache
 from jaxlayers.generate.sampling import Sampling, sample
 from jaxlayers.program import Program, identity
 
@@ -149,6 +149,7 @@ def generate(
     tokens, mask = right_padded(prompts, BUCKET)
     length = -(-(tokens.shape[1] + max_tokens) // BUCKET) * BUCKET
     ends = jnp.asarray(sorted(set(stops)) or [-1], jnp.int32)
+    check_memory(decoder, program, len(prompts), length)
     decoder = fastest_form(decoder)
     state = start(decoder, tokens, mask, program, sampling, ends, length)
     new = np.asarray(state.token)[:, None]

@@ -145,3 +145,12 @@ def test_scores_are_sums_over_a_loop():
 def test_scores_of_nothing_are_refused(prompt, choices, match):
     with pytest.raises(ValueError, match=match):
         score(DECODER, prompt, choices)
+
+
+def test_a_cache_beyond_the_memory_is_refused_before_it_is_asked_for():
+    config = DecoderConfig(
+        vocab=16, embed=8, layers=2, heads=2, kv_heads=1, head_width=4, ffw=8, context=1 << 40
+    )
+    decoder = init(config, jax.random.key(0))
+    with pytest.raises(MemoryError, match="ask for fewer tokens"):
+        next(generate(decoder, [[1, 2]], max_tokens=(1 << 40) - 2))
