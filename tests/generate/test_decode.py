@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlayers.decoder.stack import per_layer
+from jaxlayers.decoder.config import DecoderConfig
+from jaxlayers.decoder.stack import init, per_layer
 from jaxlayers.execute.rows import forward
 from jaxlayers.generate.decode import generate, score
 from jaxlayers.generate.sampling import Sampling
