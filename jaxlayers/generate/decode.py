@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlayers.decoder.stack import Decoder, embed, per_layer, positions_of, unembed
+from jaxlayers.decoder.stack import Decoder, embed, fastest_form, positions_of, unembed
 from jaxlayers.execute.rows import forward, run
 from jaxlayers.generate.cache import Cache, new_cache
 from jaxlayers.generate.sampling import Sampling, sample
@@ -147,8 +147,7 @@ def generate(
     tokens, mask = right_padded(prompts, BUCKET)
     length = -(-(tokens.shape[1] + max_tokens) // BUCKET) * BUCKET
     stops = jnp.asarray(sorted(set(stops)) or [-1], jnp.int32)
-    # A single token is faster over views of the layers on CPU, many tokens are as fast over the stack.
-    views = per_layer(decoder) if jax.default_backend() == "cpu" else decoder
+    decoder = fastest_form(decoder)
     state = start(decoder, tokens, mask, program, sampling, stops, length)
     new = np.asarray(state.token)[:, None]
     made = 1
@@ -157,7 +156,7 @@ def generate(
         steps = min(block, max_tokens - made)
         if steps < 1 or bool(np.all(np.asarray(state.done))):
             return
-        new, state = advance(views, state, program, sampling, stops, steps, block)
+        new, state = advance(decoder, state, program, sampling, stops, steps, block)
         new = np.asarray(new)
         made += steps
 
