@@ -124,7 +124,7 @@ def program_figure(program: Program) -> Figure:
 
 
 def demo_figure(results: dict[str, Any]) -> Figure:
-    """The demo's numbers: the loss by layer, by program with what it costs, and what the programs look like."""
+    """The demo's numbers: the loss by layer, by program with its cost, and what the programs look like."""
     figure = Figure(figsize=(16, 11), dpi=110, layout="constrained", facecolor="white")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, wspace=0.02, hspace=0.03)
     top, bottom = figure.subfigures(2, 1, height_ratios=[1, 1.25])
@@ -149,8 +149,8 @@ def _plain(axes: Axes, grid: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#9aa3af")
     axes.tick_params(colors=_INK, labelsize=11)
-    for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
-        text.set_color(_INK)
+    axes.xaxis.label.set_color(_INK)
+    axes.yaxis.label.set_color(_INK)
 
 
 def _draw_layers(axes: Axes, results: dict[str, Any]) -> None:
@@ -181,11 +181,13 @@ def _draw_layers(axes: Axes, results: dict[str, Any]) -> None:
             label=f"layer {name}",
         )
     axes.legend(frameon=False, fontsize=12, loc="upper right")
-    axes.set_title("What each layer is worth", loc="left", fontsize=13, fontweight="bold")
+    axes.set_title("What each layer is worth", loc="left", fontsize=13, fontweight="bold", color=_INK)
     axes.set_xlabel("layer", fontsize=12)
     axes.set_ylabel("change of loss (nats/token)", fontsize=12)
     axes.set_xlim(-0.7, results["layers"] - 0.3)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+    change = [nll - results["nll"] for key in ("skip", "twice") for nll in results[key]]
+    axes.set_ylim(min(-0.02, 1.3 * min(change)), max(0.2, 1.5 * max(change)))
     _loss_axis(axes, "y")
     _plain(axes, "both")
 
@@ -231,6 +233,7 @@ def _draw_costs(figure: SubFigure, results: dict[str, Any]) -> None:
         loc="left",
         fontsize=13,
         fontweight="bold",
+        color=_INK,
     )
     loss.set_xlabel("change of loss (nats/token)", fontsize=12)
     _plain(loss, "x")
@@ -238,10 +241,9 @@ def _draw_costs(figure: SubFigure, results: dict[str, Any]) -> None:
     steps = [row["rows"] for row in rows]
     cost.barh(places, visits, height=0.62, color=colours, alpha=0.35, label="visits")
     cost.scatter(steps, places, marker="|", s=230, linewidths=2.5, c=colours, label="rows", zorder=3)
-    low = min(steps) - 0.25 * (max(visits) - min(steps) + 1)
-    cost.set_xlim(max(0, low), max(visits) + 1)
+    cost.set_xlim(0, 1.04 * max(visits))
     cost.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    cost.set_xlabel("visits (bar), rows in sequence (mark)", fontsize=12)
+    cost.set_xlabel("visits (bar), rows (mark)", fontsize=12)
     _plain(cost, "x")
     cost.tick_params(axis="y", length=0)
 
@@ -258,7 +260,7 @@ def _draw_pictures(figure: SubFigure, results: dict[str, Any]) -> None:
         color=_INK,
     )
     start, stop = results["block"]
-    for axes, row in zip(figure.subplots(2, 3, sharey=True).flat, rows):
+    for axes, row in zip(figure.subplots(2, 3, sharey=True).flat, rows, strict=False):
         draw_program(axes, Program.parse(row["program"], results["layers"]), 8.0)
         axes.set_title(row["name"], fontsize=11, loc="left", color=_family(row["name"]), fontweight="bold")
         axes.set_xlim(start - 3.6, stop + 7.6)
