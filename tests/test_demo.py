@@ -149,5 +149,5 @@ def test_the_text_is_as_long_as_the_demo_reads():
     except OSError as error:
         pytest.skip(f"the model cannot be fetched here: {error}")
     assert tokenizer is not None
-    assert len(tokenizer.encode(module.TEXT)) >= 256
+    assert len(tokenizer.encode(module.TEXT)) >= 192
     assert np.all(np.asarray(tokenizer.encode(module.PROMPT)) >= 0)
