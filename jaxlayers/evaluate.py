@@ -63,7 +63,7 @@ def evaluate(
         nll = np.asarray(token_nll(decoder, tokens[rows], mask[rows], program), np.float64)
         total += nll[i - rows.start :].sum()
         if report:
-            report(rows.stop, len(windows))
+            report(min(rows.stop, len(windows)), len(windows))
     if not math.isfinite(total):
         raise ValueError(
             f"program {program} gives a loss of {total}; its scales or repeats overflow float32."
