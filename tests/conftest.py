@@ -12,10 +12,8 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-NO_SKIPS = os.environ.get("JAXLAYERS_CI", "0") not in (
-    "",
-    "0",
-)  # every extra is installed: a skip is a failure
+# Set where every extra is installed: there a skipped test is a failed one.
+NO_SKIPS = os.environ.get("JAXLAYERS_CI", "0") not in ("", "0")
 
 
 def _strict(report):
