@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlayers.decoder.stack import Decoder
 from jaxlayers.execute.rows import forward
-from jaxlayers.generate.decode import check_ids, right_padded
-from jaxlayers.program import Program, identity
+from jaxlayers.generate.decode import CAUSE, check_ids, right_padded
+from jaxlayers.program import Program, as_program
 
 BUCKET = 64  # short texts are padded to multiples of this, so that few shapes are compiled
 
@@ -32,29 +32,32 @@ class Evaluation(NamedTuple):
 def evaluate(
     decoder: Decoder,
     ids: Sequence[int],
-    program: Program | None = None,
-    window: int = 512,
+    program: Program | str | None = None,
+    window: int | None = None,
     batch: int = 1,
     report: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Returns the mean negative log-likelihood of a text in consecutive windows.
 
-    Each window is scored from its own start: its first token is given, every other is predicted from those
-    before it in the window. `batch` windows run at once; `report(done, all)` is called after each batch.
+    A window has 512 tokens by default, or the context where that is shorter. Each is scored from its own
+    start: its first token is given, every other is predicted from those before it in the window. `batch` windows run at once; `report(done, all)` is called after each batch.
     Raises ValueError for a window below 2 or beyond the context, an id outside the vocabulary, or a text of
     fewer than 2 tokens.
     """
     config = decoder.config
+    window = min(512, config.context) if window is None else window
+    if np.ndim(ids) != 1:
+        raise ValueError(f"ids must be one sequence of token ids, not of {np.ndim(ids)} dimensions.")
     if not 2 <= window <= config.context:
         raise ValueError(f"window must be between 2 and the model's context {config.context}, not {window}.")
     if batch < 1:
         raise ValueError(f"batch must be at least 1, not {batch}.")
-    check_ids(decoder, [ids])
+    check_ids(decoder, [ids], "the text")
     windows = [ids[i : i + window] for i in range(0, len(ids), window)]
     predicted = sum(len(w) - 1 for w in windows)
     if predicted < 1:
         raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed to predict one.")
-    program = identity(config.layers) if program is None else program
+    program = as_program(program, config.layers)
     tokens, mask = right_padded(windows, min(BUCKET, window))
     total = 0.0
     for i in range(0, len(windows), batch):
@@ -65,10 +68,8 @@ def evaluate(
         if report:
             report(min(rows.stop, len(windows)), len(windows))
     if not math.isfinite(total):
-        raise ValueError(
-            f"program {program} gives a loss of {total}; its scales or repeats overflow float32."
-        )
-    return Evaluation(total / predicted, len(ids))
+        raise ValueError(f"program {program} gives a loss of {total}; {CAUSE}.")
+    return Evaluation(float(total / predicted), len(ids))
 
 
 @jax.jit

@@ -48,6 +48,7 @@ __all__ = [
     "SUM",
     "WHOLE",
     "Program",
+    "as_program",
     "from_mergekit",
     "identity",
     "loop",
@@ -264,6 +265,27 @@ def _around(depth: int, start: int, stop: int, block: str) -> Program:
     before = [f"0-{start - 1}"] if start > 0 else []
     after = [f"{stop + 1}-{depth - 1}"] if stop < depth - 1 else []
     return Program.parse(",".join([*before, block, *after]), depth)
+
+
+def as_program(program: Program | str | None, depth: int) -> Program:
+    """The program itself, the one that a text describes, or the plain model for None.
+
+    ValueError for anything else, and for a program of another depth.
+    """
+    if program is None:
+        return identity(depth)
+    if isinstance(program, str):
+        return Program.parse(program, depth)
+    if not isinstance(program, Program):
+        raise ValueError(
+            f"a program is a Program, its text, or None for the plain model, not {type(program).__name__}"
+        )
+    if program.depth != depth:
+        raise ValueError(
+            f"the program is for {program.depth} layers and the decoder has {depth}; "
+            f"parse it with depth={depth}"
+        )
+    return program
 
 
 def identity(depth: int) -> Program:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,15 @@ class Decoder:
     layers: Params
     config: DecoderConfig
     layer_type: type[DecoderLayer] = DecoderLayer
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves((self.embedding, self.layers))
+        sizes = [math.prod(getattr(leaf, "shape", ())) for leaf in leaves]
+        form = "per layer" if isinstance(self.layers, tuple) else "stacked"
+        return (
+            f"Decoder({self.config.family}, {self.config.layers} layers {form}, {sum(sizes):,} weights of "
+            f"{getattr(leaves[0], 'dtype', type(leaves[0]).__name__)})"
+        )
 
 
 @functools.lru_cache(maxsize=64)

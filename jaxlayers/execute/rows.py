@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlayers.decoder.attention import KeyValue
@@ -21,7 +22,7 @@ from jaxlayers.decoder.stack import (
     window_indices,
 )
 from jaxlayers.generate.cache import Cache, read, write
-from jaxlayers.program import ATTENTION, CONTINUE, MEAN, MLP, Program, identity
+from jaxlayers.program import ATTENTION, CONTINUE, MEAN, MLP, Program, as_program
 
 
 class Visit(NamedTuple):
@@ -53,7 +54,7 @@ class Lane(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a run leaves behind."""
+    """What a run leaves behind: `h` goes to `unembed`, `cache` to the next call."""
 
     h: Float[Array, "B T D"]  # the residual stream after the last row
     cache: Cache | None  # with the keys and values of this call written, where one was given
@@ -63,7 +64,7 @@ class Run(NamedTuple):
 def run(
     decoder: Decoder,
     h: Float[Array, "B T D"],
-    program: Program,
+    program: Program | str,
     positions: Int[Array, "B T"],
     cache: Cache | None = None,
     collect: Sequence[int] | None = None,
@@ -85,6 +86,7 @@ def run(
     them (h_l = h_{l-1} + r_l, with r_l at the previous iterate; J = I, arXiv 2605.17842), so that it is a row
     like any other.
     """
+    program = as_program(program, decoder.config.layers)
     _check(decoder, program, cache, collect)
     lanes = program.layer.shape[1]
     collect = None if collect is None else tuple(collect)
@@ -121,14 +123,15 @@ def run(
         return once(feed, visit.feeds, decoder.layers, visit.layer, visit, h), kv
 
     def side_by_side(h, trace, kv, visits, kind):
-        base = jnp.where(kind == CONTINUE, take(trace, 0), h)  # the first lane reads the row's own input
+        goes_on = (kind == CONTINUE) & jnp.any(visits.layer >= 0)  # a row of padding changes nothing
+        base = jnp.where(goes_on, take(trace, 0), h)  # the first lane reads the row's own input
 
         # Group by group, the attentions of a group before its MLPs: each reads a sum of those before it.
         def half(carry, table):
             lane, kv = carry
             visit, is_mlp, opens = table
             # A group's input in the trace gives way to that of the next iteration as soon as it is read.
-            old = jnp.where(kind == CONTINUE, take(lane.trace, visit.group), h)
+            old = jnp.where(goes_on, take(lane.trace, visit.group), h)
             new = base + lane.total + lane.attention + lane.mlp
             lane = Lane(
                 x=jnp.where(opens, old, lane.x),
@@ -200,11 +203,14 @@ def places(collect: Sequence[int], rows: int) -> Int[Array, " R"]:
 
 
 def _check(decoder: Decoder, program: Program, cache: Cache | None, collect: Sequence[int] | None) -> None:
-    if program.depth != decoder.config.layers:
-        raise ValueError(
-            f"the program is for {program.depth} layers and the decoder has {decoder.config.layers}; "
-            f"parse it with depth={decoder.config.layers}."
-        )
+    if isinstance(program.layer, np.ndarray) and isinstance(program.slot, np.ndarray):  # on the host
+        slots = program.slot[program.slot >= 0]
+        if program.layer.max(initial=-1) >= program.depth:
+            raise ValueError(f"the program's table names layer {program.layer.max()} of {program.depth}.")
+        if len(set(slots.tolist())) < len(slots) or slots.max(initial=-1) >= program.slots:
+            raise ValueError(
+                f"the program's table must give each visit a slot of its own below {program.slots}."
+            )
     if cache is not None and cache.kv.k.shape[0] < program.slots:
         raise ValueError(
             f"the program writes {program.slots} slots and the cache has {cache.kv.k.shape[0]}; "
@@ -275,15 +281,17 @@ def put(
 def forward(
     decoder: Decoder,
     tokens: Int[Array, "B T"],
-    program: Program | None = None,
+    program: Program | str | None = None,
     mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T V"]:
     """Returns the logits of every token under a program, in at least float32.
 
-    `program` None is the plain model; `mask` is true at real tokens, which stand together in a row with
-    padding before or after. An id outside the vocabulary gives NaN; padding may hold any id.
+    `program` may be a text; None is the plain model. `mask` is true at real tokens, which stand together in
+    a row with padding before or after. An id outside the vocabulary gives NaN; padding may hold any id.
     """
-    program = identity(decoder.config.layers) if program is None else program
+    program, tokens = as_program(program, decoder.config.layers), jnp.asarray(tokens)
+    if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be whole numbers [B, T], not {tokens.dtype} {list(tokens.shape)}.")
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
     tokens = jnp.where(mask, tokens, 0)
     return unembed(decoder, run(decoder, embed(decoder, tokens), program, positions_of(mask)).h)

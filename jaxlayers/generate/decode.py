@@ -13,15 +13,17 @@ from jaxlayers.decoder.stack import Decoder, embed, fastest_form, positions_of, 
 from jaxlayers.execute.rows import forward, run
 from jaxlayers.generate.cache import Cache, check_memory, new_cache
 from jaxlayers.generate.sampling import Sampling, sample
-from jaxlayers.program import Program, identity
+from jaxlayers.program import Program, as_program
 
+OVERFLOW = -2  # in place of a token
+CAUSE = "its scales or repeats overflow float32, or the weights do"
 BUCKET = 64  # prompts and caches are padded to multiples of this, so that few shapes are compiled
 
 
 def prefill(
     decoder: Decoder,
     tokens: Int[Array, "B T"],
-    program: Program | None = None,
+    program: Program | str | None = None,
     length: int | None = None,
     mask: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
@@ -30,8 +32,9 @@ def prefill(
     `mask` is true at real tokens, padding may stand before or after them. Raises ValueError where the tokens
     do not fit.
     """
+    tokens = jnp.asarray(tokens)
     B, T = tokens.shape
-    program = identity(decoder.config.layers) if program is None else program
+    program = as_program(program, decoder.config.layers)
     length = T if length is None else length
     if length < T:
         raise ValueError(f"a cache of {length} columns cannot hold {T} tokens; make it at least {T}.")
@@ -47,7 +50,7 @@ def decode_step(
     decoder: Decoder,
     token: Int[Array, " B"],
     cache: Cache,
-    program: Program | None = None,
+    program: Program | str | None = None,
     active: Bool[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Returns the logits that follow one more token a row, and the cache with that token.
@@ -55,7 +58,7 @@ def decode_step(
     Rows that are not `active` leave a hole in their column. Without room in the cache the logits are NaN.
     Donate the cache under `jax.jit` to have it updated in place.
     """
-    program = identity(decoder.config.layers) if program is None else program
+    program = as_program(program, decoder.config.layers)
     active = jnp.ones(token.shape, bool) if active is None else active
     done = run(decoder, embed(decoder, token[:, None]), program, cache.next_positions(active[:, None]), cache)
     assert done.cache is not None
@@ -76,8 +79,15 @@ class State:
     cache: Cache
 
 
-def _is_stop(token: Int[Array, " B"], stops: Int[Array, " N"]) -> Bool[Array, " B"]:
-    return jnp.any(token[:, None] == stops, axis=1)
+def _draw(
+    logits: Float[Array, "B V"], sampling: Sampling, positions: Int[Array, " B"], stops: Int[Array, " N"]
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """Returns the next token of each row, and whether the row ends with it.
+
+    The token is `OVERFLOW` where the logits are not finite, and the row ends there.
+    """
+    token = jnp.where(jnp.all(jnp.isfinite(logits), axis=1), sample(logits, sampling, positions), OVERFLOW)
+    return token, jnp.any(token[:, None] == stops, axis=1) | (token == OVERFLOW)
 
 
 @functools.partial(jax.jit, static_argnames="length")
@@ -92,8 +102,7 @@ def start(
 ) -> State:
     """Returns the state after the prompt: its first new token is drawn."""
     logits, cache = prefill(decoder, tokens, program, length, mask)
-    token = sample(logits, sampling, jnp.sum(mask, axis=1, dtype=jnp.int32))
-    return State(token, _is_stop(token, stops), cache)
+    return State(*_draw(logits, sampling, jnp.sum(mask, axis=1, dtype=jnp.int32), stops), cache)
 
 
 @functools.partial(jax.jit, static_argnames="block", donate_argnames="state")
@@ -115,9 +124,10 @@ def advance(
         i, tokens, state = carry
         logits, cache = decode_step(decoder, state.token, state.cache, program, ~state.done)
         used = jnp.sum(cache.positions >= 0, axis=1, dtype=jnp.int32)
-        token = jnp.where(state.done, state.token, sample(logits, sampling, used))
+        token, ends = _draw(logits, sampling, used, stops)
+        token = jnp.where(state.done, state.token, token)
         tokens = tokens.at[:, i].set(jnp.where(state.done, -1, token))
-        return i + 1, tokens, State(token, state.done | _is_stop(token, stops), cache)
+        return i + 1, tokens, State(token, state.done | ends, cache)
 
     going = lambda carry: (carry[0] < steps) & ~jnp.all(carry[2].done)
     tokens = jnp.full((state.token.shape[0], block), -1, jnp.int32)
@@ -128,7 +138,7 @@ def advance(
 def generate(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
-    program: Program | None = None,
+    program: Program | str | None = None,
     *,
     max_tokens: int = 64,
     sampling: Sampling | None = None,
@@ -144,10 +154,13 @@ def generate(
     the decoder's context.
     """
     sampling = (sampling or Sampling()).checked()
-    program = identity(decoder.config.layers) if program is None else program
+    if block < 1:
+        raise ValueError(f"block must be at least 1, not {block}.")
+    program = as_program(program, decoder.config.layers)
     check_prompts(decoder, prompts, max_tokens)
     tokens, mask = right_padded(prompts, BUCKET)
     length = -(-(tokens.shape[1] + max_tokens) // BUCKET) * BUCKET
+    check_ids(decoder, [list(stops)], "stops")
     ends = jnp.asarray(sorted(set(stops)) or [-1], jnp.int32)
     check_memory(decoder, program, len(prompts), length)
     decoder = fastest_form(decoder)
@@ -155,6 +168,8 @@ def generate(
     new = np.asarray(state.token)[:, None]
     made = 1
     while True:
+        if (new == OVERFLOW).any():
+            raise ValueError(f"program {program} gives logits that are not finite; {CAUSE}.")
         yield [[int(t) for t in row if t >= 0] for row in new]
         steps = min(block, max_tokens - made)
         if steps < 1 or bool(np.all(np.asarray(state.done))):
@@ -167,10 +182,10 @@ def generate(
 def check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
     """Raises ValueError, naming the prompt, where generation could not give what was asked."""
     config = decoder.config
-    if not prompts:
-        raise ValueError("there is no prompt; give at least one.")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}.")
+    if isinstance(prompts, str) or not len(prompts) or np.ndim(prompts[0]) != 1:
+        raise ValueError("prompts must be one or more sequences of ids, such as [tokenizer.encode(text)].")
+    if not isinstance(max_tokens, int | np.integer) or max_tokens < 1:
+        raise ValueError(f"max_tokens must be a whole number of at least 1, not {max_tokens}.")
     check_ids(decoder, prompts)
     for i, prompt in enumerate(prompts):
         if not len(prompt):
@@ -182,13 +197,16 @@ def check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens
             )
 
 
-def check_ids(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> None:
+def check_ids(decoder: Decoder, prompts: Sequence[Sequence[int]], name: str = "prompt {}") -> None:
     """Raises ValueError where an id is outside the vocabulary: on the device it would give NaN."""
     last = decoder.config.vocab - 1
     for i, prompt in enumerate(prompts):
-        wrong = [t for t in prompt if not 0 <= t <= last]
-        if wrong:
-            raise ValueError(f"prompt {i} holds id {wrong[0]}, outside the vocabulary 0..{last}.")
+        ids = np.asarray(prompt)
+        if ids.size and not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"{name.format(i)} holds {ids.dtype} where ids are whole numbers.")
+        wrong = ids[(ids < 0) | (ids > last)]
+        if wrong.size:
+            raise ValueError(f"{name.format(i)} holds id {wrong[0]}, outside the vocabulary 0..{last}.")
 
 
 def right_padded(
@@ -216,21 +234,24 @@ def score(
     decoder: Decoder,
     prompt: Sequence[int],
     choices: Sequence[Sequence[int]],
-    program: Program | None = None,
+    program: Program | str | None = None,
 ) -> Float[np.ndarray, " C"]:
     """Returns the log-likelihood, in nats, of each choice of ids as a continuation of the prompt's ids.
 
     Divide by the lengths of the choices to normalise by length. Raises ValueError for an empty prompt or
     choice, and for what does not fit the context.
     """
-    if not choices or not all(len(choice) for choice in choices):
+    if not len(choices) or not all(np.ndim(choice) == 1 and len(choice) for choice in choices):
         raise ValueError("every choice needs at least one token.")
     check_prompts(decoder, [prompt], max(map(len, choices)))
-    program = identity(decoder.config.layers) if program is None else program
+    program = as_program(program, decoder.config.layers)
     rows = [[*prompt, *choice] for choice in choices]
     check_ids(decoder, rows)
     tokens, mask = right_padded(rows, BUCKET)
     scored = np.zeros_like(mask)
     for row, choice in enumerate(choices):
         scored[row, len(prompt) : len(prompt) + len(choice)] = True
-    return np.asarray(_continuations(decoder, tokens, mask, scored, program))
+    found = np.asarray(_continuations(decoder, tokens, mask, scored, program))
+    if not np.isfinite(found).all():
+        raise ValueError(f"program {program} gives scores that are not finite; {CAUSE}.")
+    return found

@@ -25,7 +25,7 @@ from jaxlayers.decoder.stack import (
 )
 from jaxlayers.execute.rows import forward, run
 from jaxlayers.generate.cache import Cache, new_cache
-from jaxlayers.program import Program, identity, newton, parallel, skip
+from jaxlayers.program import CONTINUE, MEAN, Program, identity, newton, parallel, skip
 
 SHAPES = [(24, 1, 24), (24, 6, 60), (60, 12, 250)]  # rows, lanes, slots: every program in one of few tables
 TEXTS = [
@@ -474,3 +474,33 @@ def test_an_abstract_decoder_has_the_shapes_of_a_real_one():
     for config in (WINDOWED, BIASED):
         shapes = jax.tree.map(lambda a: (a.shape, a.dtype), abstract(config, jnp.float64))
         assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), decoder_of(config))
+
+
+def test_a_padding_row_changes_nothing_whatever_its_kind():
+    decoder, (tokens, mask) = decoder_of(WINDOWED), batch()
+    program = Program.parse("[1-2]@2,[0-1]", LAYERS).pad(rows=6)
+    kinds = np.array([*program.kind[:3], CONTINUE, MEAN, CONTINUE], np.int32)
+    odd = dataclasses.replace(program, kind=kinds)
+    assert odd == program
+    np.testing.assert_array_equal(final(decoder, tokens, mask, odd), final(decoder, tokens, mask, program))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer": np.array([[0], [9]], np.int32)}, "names layer 9"),
+        ({"slot": np.array([[0], [0]], np.int32)}, "a slot of its own"),
+        ({"slot": np.array([[0], [7]], np.int32)}, "a slot of its own"),
+    ],
+)
+def test_a_hand_made_table_is_checked_on_the_host(changes, words):
+    decoder, (tokens, mask) = decoder_of(WINDOWED), batch()
+    program = dataclasses.replace(Program.parse("0-1", LAYERS), **changes)
+    with pytest.raises(ValueError, match=words):
+        forward(decoder, tokens, program, mask)
+
+
+@pytest.mark.parametrize("tokens", [np.zeros((1, 0), np.int32), np.zeros(3, np.int32), np.zeros((1, 3))])
+def test_tokens_are_whole_numbers_in_rows(tokens):
+    with pytest.raises(ValueError, match="whole numbers"):
+        forward(decoder_of(WINDOWED), tokens)

@@ -161,3 +161,37 @@ def test_a_program_without_attention_needs_no_slot():
     program = Program.parse("0m,2m", 4)
     blocks = list(generate(DECODER, PROMPTS[:1], program, max_tokens=5))
     assert [token for block in blocks for token in block[0]] == greedy(PROMPTS[0], 5, program)
+
+
+def test_logits_that_overflow_are_an_error_and_no_token():
+    program = "3x20*1e38"
+    with pytest.raises(ValueError, match="not finite"):
+        list(generate(DECODER, PROMPTS[:1], program, max_tokens=3))
+    with pytest.raises(ValueError, match="not finite"):
+        score(DECODER, PROMPTS[0], [[1], [2]], program)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "words"),
+    [
+        ([[1.5, 2.7]], {}, "whole numbers"),
+        ([[1]], {"stops": [1.5]}, "stops"),
+        ([[1]], {"stops": [2**40]}, "stops"),
+        ([[1]], {"block": 0}, "block"),
+        ([[1]], {"max_tokens": 2.5}, "whole number"),
+        ([1, 2], {}, "sequences of ids"),
+        ("ab", {}, "sequences of ids"),
+        ([[1]], {"program": 7}, "not int"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(prompts, settings, words):
+    with pytest.raises(ValueError, match=words):
+        list(generate(DECODER, prompts, **settings))
+
+
+def test_prompts_may_be_arrays_and_the_program_a_text():
+    prompts = np.asarray([PROMPTS[0]])
+    text = str(PROGRAM)
+    found = [token for block in generate(DECODER, prompts, text, max_tokens=3) for token in block[0]]
+    assert found == greedy(PROMPTS[0], 3, PROGRAM)
+    assert score(DECODER, np.asarray(PROMPTS[0]), np.asarray([[7, 8]])).shape == (1,)
