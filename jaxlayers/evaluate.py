@@ -40,9 +40,9 @@ def evaluate(
     """Returns the mean negative log-likelihood of a text in consecutive windows.
 
     A window has 512 tokens by default, or the context where that is shorter. Each is scored from its own
-    start: its first token is given, every other is predicted from those before it in the window. `batch` windows run at once; `report(done, all)` is called after each batch.
-    Raises ValueError for a window below 2 or beyond the context, an id outside the vocabulary, or a text of
-    fewer than 2 tokens.
+    start: its first token is given, every other is predicted from those before it. `batch` windows run at
+    once; `report(done, all)` is called after each batch. Raises ValueError for a window below 2 or beyond the
+    context, an id outside the vocabulary, or a text of fewer than 2 tokens.
     """
     config = decoder.config
     window = min(512, config.context) if window is None else window

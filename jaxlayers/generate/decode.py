@@ -182,10 +182,12 @@ def generate(
 def check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
     """Raises ValueError, naming the prompt, where generation could not give what was asked."""
     config = decoder.config
-    if isinstance(prompts, str) or not len(prompts) or np.ndim(prompts[0]) != 1:
+    if not len(prompts):
+        raise ValueError("there is no prompt; give at least one.")
+    if isinstance(prompts, str) or np.ndim(prompts[0]) != 1:
         raise ValueError("prompts must be one or more sequences of ids, such as [tokenizer.encode(text)].")
-    if not isinstance(max_tokens, int | np.integer) or max_tokens < 1:
-        raise ValueError(f"max_tokens must be a whole number of at least 1, not {max_tokens}.")
+    if max_tokens < 1 or max_tokens != int(max_tokens):
+        raise ValueError(f"max_tokens must be at least 1 and a whole number, not {max_tokens}.")
     check_ids(decoder, prompts)
     for i, prompt in enumerate(prompts):
         if not len(prompt):

@@ -476,6 +476,7 @@ def test_an_abstract_decoder_has_the_shapes_of_a_real_one():
         assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), decoder_of(config))
 
 
+@in_float64
 def test_a_padding_row_changes_nothing_whatever_its_kind():
     decoder, (tokens, mask) = decoder_of(WINDOWED), batch()
     program = Program.parse("[1-2]@2,[0-1]", LAYERS).pad(rows=6)
@@ -493,6 +494,7 @@ def test_a_padding_row_changes_nothing_whatever_its_kind():
         ({"slot": np.array([[0], [7]], np.int32)}, "a slot of its own"),
     ],
 )
+@in_float64
 def test_a_hand_made_table_is_checked_on_the_host(changes, words):
     decoder, (tokens, mask) = decoder_of(WINDOWED), batch()
     program = dataclasses.replace(Program.parse("0-1", LAYERS), **changes)
@@ -501,6 +503,7 @@ def test_a_hand_made_table_is_checked_on_the_host(changes, words):
 
 
 @pytest.mark.parametrize("tokens", [np.zeros((1, 0), np.int32), np.zeros(3, np.int32), np.zeros((1, 3))])
+@in_float64
 def test_tokens_are_whole_numbers_in_rows(tokens):
     with pytest.raises(ValueError, match="whole numbers"):
         forward(decoder_of(WINDOWED), tokens)
