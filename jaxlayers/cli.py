@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import signal
 import sys
 import time
 import traceback
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from jaxlayers.program import Program
     from jaxlayers.weights.hub import Model
 
-FAILURE, WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141  # the last two as shells report signals
+FAILURE, WRONG_INPUT = 1, 2
+INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143  # as shells report signals
 WRONG = (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 Args = argparse.Namespace
@@ -34,6 +36,7 @@ Result = dict[str, Any]
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 0, 2 for wrong input, 1 for a failure, 130 for Ctrl-C."""
     debug = False
+    _mend_streams()
     try:
         args = _parser().parse_args(argv)
         debug = args.debug
@@ -45,20 +48,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(_strict(result), allow_nan=False))
         sys.stdout.flush()
         return 0
-    except SystemExit as stop:  # of --help and --version
+    except SystemExit as stop:  # of --help, --version and SIGTERM
         return int(stop.code or 0)
     except KeyboardInterrupt:
         print("\njaxlayers: interrupted.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # or the interpreter would complain when it flushes
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return BROKEN_PIPE
     except Exception as error:
         if debug:
             traceback.print_exc()
         print(f"jaxlayers: {_sentence(error)}", file=sys.stderr)
+        _flushed()
         return WRONG_INPUT if isinstance(error, WRONG) else FAILURE
+
+
+def entry() -> NoReturn:
+    """Runs the command line as a whole process, which ends here."""
+
+    def terminate(*_: Any) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would end the cleaning up
+        raise SystemExit(TERMINATED)
+
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
+    status = main()
+    if not _flushed():
+        status = status or FAILURE
+    if status in (INTERRUPTED, TERMINATED):
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(status)  # threads that compile would crash an interpreter that is being taken down
+    sys.exit(status)
 
 
 # --- commands -----------------------------------------------------------------------------------------------
@@ -355,6 +377,32 @@ def _utf8(data: bytes, name: str) -> str:
 
 
 # --- output -------------------------------------------------------------------------------------------------
+
+
+def _mend_streams() -> None:
+    """Gives closed standard streams a place to go, and stdout a way to write any text."""
+    # In this order, because each takes the lowest free descriptor, which is its own.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    encoding = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "").replace("_", "")
+    if encoding != "utf8" and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _flushed() -> bool:
+    """Flushes stdout, or where that fails drops what it holds, of which the interpreter would complain."""
+    try:
+        sys.stdout.flush()
+        return True
+    except (OSError, ValueError):
+        _drop_stdout()
+        return False
+
+
+def _drop_stdout() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _on_terminal(args: Args) -> bool:

@@ -250,9 +250,30 @@ def test_ctrl_c_and_a_closed_pipe(tiny_folder, tmp_path):
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "jaxlayers: interrupted.")
     assert not list(tmp_path.iterdir())
+    code = code.replace("SIGINT", "SIGTERM").replace("import main", "import entry")
+    argv[2] = code.replace("sys.exit(main(sys.argv[1:]))", "entry()")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+    assert not list(tmp_path.iterdir())
     read, write = os.pipe()
     os.close(read)
     argv = [sys.executable, "-m", "jaxlayers", "program", "0-29", "--depth", "30"]
     done = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_closed_and_odd_streams():
+    words = [sys.executable, "-m", "jaxlayers", "program", "0-1", "--depth", "2"]
+    plain = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
+    for closed in ("2>&-", "<&-", "<&- 2>&-"):
+        shell = ["sh", "-c", f'"$@" {closed}', "sh", *words]
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (0, plain, "")
+    assert subprocess.run(["sh", "-c", '"$@" >&-', "sh", *words], timeout=60).returncode == 0
+    code = "import sys; from jaxlayers.cli import main; from jaxlayers import program as p\n"
+    code += "p.Program.describe = lambda self: '\\u2603'; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-c", code, *words[3:]]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u2603\n", "")
