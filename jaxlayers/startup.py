@@ -40,7 +40,7 @@ def start() -> None:
                 raise
             reason = " ".join(str(error).split())[:300].rstrip(".") or "no such device"
             raise ValueError(
-                f"JAX_PLATFORMS is {asked!r}, which jax cannot start here ({reason}); unset it or make it cpu."
+                f"JAX_PLATFORMS is {asked!r}, which jax cannot start here ({reason}); unset it or use cpu."
             ) from error
 
 
