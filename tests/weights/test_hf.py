@@ -236,6 +236,15 @@ def test_both_rope_spellings():
     assert parse_config(old).rope == parse_config(new).rope == Rope(5e5, "linear", 2.0)
 
 
+def test_the_original_context_of_llama3_at_the_top_level_has_priority():
+    values = {"model_type": "llama", "rope_parameters": LLAMA3}
+    assert parse_config(values).rope.original_context == 16
+    assert parse_config({**values, "original_max_position_embeddings": 32}).rope.original_context == 32
+    assert parse_config({"model_type": "llama", "original_max_position_embeddings": 32}).rope == Rope(
+        10_000.0
+    )
+
+
 @pytest.mark.parametrize(
     "changes, needles",
     [

