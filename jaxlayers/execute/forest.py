@@ -84,14 +84,13 @@ class Forest:
         self._roots.append(Node(len(self._roots), None, None))
         return len(self._roots) - 1
 
-    def drop(self, input: int) -> None:
-        """Frees the states of an input, which may not be used again."""
-        stack = [self._roots[input]]
-        while stack:
-            node = stack.pop()
-            self._release(node)
-            stack += node.children.values()
-        self._roots[input] = None  # pyright: ignore[reportArgumentType]
+    def clear(self) -> None:
+        """Forgets all inputs and states, as in a new forest; what was compiled stays."""
+        self._free = list(range(self.places))
+        self._resident.clear()
+        self._tokens.clear()
+        self._roots.clear()
+        self._clock = 0
 
     def run(self, jobs: Sequence[tuple[int, Program, Any]]) -> list[Any]:
         """Returns read's result for each job (input, program, details): numpy arrays without the axis N."""
