@@ -46,7 +46,7 @@ class Forest:
       decoder: the model; on CPU the `per_layer` form is the faster.
       length: tokens an input holds at most, T; shorter ones are padded behind.
       read: makes results of final states: (decoder, states [N, T, D], details with a leading axis N) -> a
-        tree of arrays with a leading axis N. It is compiled.
+        tree of arrays with a leading axis N. It is compiled once for each function.
       budget: bytes for states; at least one state is kept.
       pack: states worked on together at most, a power of two.
 
@@ -69,7 +69,7 @@ class Forest:
         self._tokens: list[np.ndarray] = []
         self._roots: list[Node] = []
         self._clock = 0
-        self._read = jax.jit(lambda decoder, pool, rows, details: read(decoder, pool[rows], details))
+        self._read = read
 
     def add(self, tokens: Sequence[int]) -> int:
         """Returns the number of a new input; raises ValueError where it does not fit or names no token."""
@@ -182,7 +182,7 @@ class Forest:
             part = part + [part[-1]] * (size - len(part))
             rows = np.asarray([node.place for node, _ in part], np.int32)
             details = jax.tree.map(lambda *a: np.stack(a), *[jobs[number][2] for _, number in part])
-            found = jax.tree.map(np.asarray, self._read(self.decoder, self._pool, rows, details))
+            found = jax.tree.map(np.asarray, _final(self._read, self.decoder, self._pool, rows, details))
             for i, (_, number) in enumerate(part):
                 results[number] = jax.tree.map(lambda a, i=i: a[i], found)
         for node in nodes:
@@ -213,6 +213,11 @@ class Forest:
 
 def _lowest(step: Item | None) -> int:
     return -1 if step is None else min(layer for lane in step.lanes for layer, _ in lane)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _final(read, decoder, pool, rows, details):
+    return read(decoder, pool[rows], details)
 
 
 @functools.partial(jax.jit, donate_argnames="pool")

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxlayers.decoder.stack import Decoder, fastest_form
@@ -141,8 +140,8 @@ def shuffled(tasks: Sequence[Task], seed: int) -> list[Task]:
         others = [answer for answer in pool if answer != task.answer]
         if not others:
             raise ValueError(
-                f"task {task.id} has the only answer of its kind and level, so that none can be exchanged for "
-                "it; search on more tasks or without the shuffled control."
+                f"task {task.id} has the only answer of its kind and level, so that no other can be asked "
+                "for; search on more tasks or without the shuffled control."
             )
         found.append(dataclasses.replace(task, answer=others[draw.integers(len(others))]))
     return found
@@ -196,7 +195,7 @@ class Campaign:
         self._done = 0
         self._width = max(len(ids) for _, group in self.work for each in group for ids in each.answers)
         mask = continuations(tokenizer, decoder.config.vocab)
-        self._read = jax.jit(lambda decoder, h, details: read_answer(decoder, h, details, mask))
+        self._read = lambda decoder, h, details: read_answer(decoder, h, details, mask)
         self._journal = Journal(journal, self._fingerprint(tasks)) if journal else None
 
     def _fingerprint(self, tasks: Sequence[Task]) -> str:
@@ -357,8 +356,8 @@ class Journal:
                 os.fsync(file.fileno())
         except OSError as error:
             raise OSError(
-                f"cannot write the journal {self.path}: {error.strerror}; what it holds is kept, and the same "
-                "command goes on from there."
+                f"cannot write the journal {self.path}: {error.strerror}; what it holds is kept, and the "
+                "same command goes on from there."
             ) from error
 
 
