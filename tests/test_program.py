@@ -1,4 +1,4 @@
-"""The program table, its text form, builders and mergekit, against a small expander written here."""
+"""The program table, its text form, builders and mergekit, against a second reading of the text."""
 
 import re
 
@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from grammar import steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import program_texts
@@ -17,52 +18,19 @@ from jaxlayers.program import ATTENTION, CONTINUE, MEAN, MLP, SUM, WHOLE, Progra
 DEPTH = 30
 
 
-# --- an independent reading of the grammar ----------------------------------------------------------------
+# --- the table that a text stands for ----------------------------------------------------------------
 
 
-def split(text: str) -> list[str]:
-    """The parts of `text` between commas outside all brackets."""
-    parts, level = [""], 0
-    for char in text:
-        level += (char in "([") - (char in ")]")
-        if char == "," and level == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return parts
-
-
-def visits(text: str) -> list[tuple[int, int]]:
-    """`10`, `10a`, `10-13` or `10+11` as (layer, part)."""
-    if "-" in text:
-        a, b = map(int, text.split("-"))
-        return [(i, WHOLE) for i in (range(a, b + 1) if a <= b else range(a, b - 1, -1))]
-    parts = {"a": ATTENTION, "m": MLP}
-    return [(int(i.rstrip("am")), parts.get(i[-1], WHOLE)) for i in text.split("+")]
+BRANCHES = {"am": WHOLE, "a": ATTENTION, "m": MLP}
 
 
 def expand(text: str) -> list[tuple[int, list[list[tuple[int, int]]], float]]:
     """Rows of (kind, lanes, scale) of a valid text."""
     rows = []
-    for item in split("".join(text.split())):
-        found = re.fullmatch(r"(.+?)(/mean|/fused|@\d+)?(x\d+)?(\*[-+.\deE]+)?", item)
-        assert found
-        base, form, times, scale = found.groups()
-        if base[0] == "(":
-            new = expand(base[1:-1])
-        elif base[0] == "[":
-            lanes = []
-            for lane in split(base[1:-1]):
-                lanes += [visits(lane)] if "+" in lane else [[visit] for visit in visits(lane)]
-            if form == "/fused":
-                lanes = [[visit for lane in lanes for visit in lane]]
-            new = [(MEAN if form == "/mean" and len(lanes) > 1 else SUM, lanes, 1.0)]
-            if form and form[0] == "@":
-                new += [(CONTINUE, lanes, 1.0)] * (int(form[1:]) - 1)
-        else:
-            new = [(SUM, [[visit]], 1.0) for visit in visits(base)]
-        new = new * int(times[1:] if times else 1)
-        rows += [(kind, lanes, s * float(scale[1:] if scale else 1)) for kind, lanes, s in new]
+    for step in steps(text):
+        lanes = [[(layer, BRANCHES[branches]) for layer, branches in lane] for lane in step.lanes]
+        rows += [(MEAN if step.mean and len(lanes) > 1 else SUM, lanes, step.scale)]
+        rows += [(CONTINUE, lanes, step.scale)] * (step.iterations - 1)
     return rows
 
 

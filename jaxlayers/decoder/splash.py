@@ -18,15 +18,20 @@ BLOCK = 512
 
 
 def splash_attention(
-    q: Float[Array, "B T H Q"], kv: KeyValue, positions: Int[Array, "B T"], window: int | None
+    q: Float[Array, "B T H Q"],
+    kv: KeyValue,
+    positions: Int[Array, "B T"],
+    window: int | None,
+    interpret: bool = False,
 ) -> Float[Array, "B T H Q"]:
     """Returns causal attention inside one call; a position of -1 is padding, window counts the query.
 
     On a mesh of several devices the kernel runs under `shard_map`, since the compiler cannot partition it:
-    batch and heads are spread over their mesh axes where they divide, the rest is replicated.
+    batch and heads are spread over their mesh axes where they divide, the rest is replicated. `interpret`
+    runs it without a TPU, slowly.
     """
     mesh = jax.typeof(q).sharding.mesh
-    kernel = functools.partial(_one_device, window=window)
+    kernel = functools.partial(_one_device, window=window, interpret=interpret)
     if mesh.empty or mesh.size == 1:
         return kernel(q, kv, positions)
 
@@ -46,7 +51,7 @@ def splash_attention(
     )(q, kv, positions)
 
 
-def _one_device(q, kv, positions, window):
+def _one_device(q, kv, positions, window, interpret):
     B, T, H, Q = q.shape
     K = kv.k.shape[1]
     block = min(BLOCK, -(-T // LANES) * LANES)
@@ -63,7 +68,9 @@ def _one_device(q, kv, positions, window):
         for name in ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
     }
     mqa = splash.make_splash_mqa_single_device(
-        masks.MultiHeadMask([mask] * (H // K)), block_sizes=splash.BlockSizes(**forward, **backward)
+        masks.MultiHeadMask([mask] * (H // K)),
+        block_sizes=splash.BlockSizes(**forward, **backward),
+        interpret=interpret,
     )
     heads = jax.vmap(lambda q, k, v, s: mqa(q, k, v, splash.SegmentIds(s, s)), in_axes=(0, 0, 0, None))
     y = jax.vmap(heads)(pad(grouped), pad(kv.k), pad(kv.v), segments)

@@ -33,7 +33,7 @@ class Embedding(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Returns the residual stream before the first layer, in at least float32."""
-        rows = self.table[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
+        rows = self.table[...].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
 
     def unembed(self, h: Float[Array, "*B D"]) -> Float[Array, "*B V"]:

@@ -42,6 +42,16 @@ class Visit(NamedTuple):
         return (self.layer >= 0) & (self.part != ATTENTION)
 
 
+class Lane(NamedTuple):
+    """Where a row with several lanes stands: the group at work, and what groups before it added."""
+
+    x: Float[Array, "B T D"]  # input of the group
+    attention: Float[Array, "B T D"]  # sum of its attention branches so far
+    mlp: Float[Array, "B T D"]  # sum of its MLP branches so far
+    total: Float[Array, "B T D"]  # sum of all branches of the groups before
+    trace: Float[Array, "W B T D"]  # inputs of the groups in the next Newton iteration
+
+
 class Run(NamedTuple):
     """What a run leaves behind."""
 
@@ -113,34 +123,46 @@ def run(
         return once(feed, visit.feeds, decoder.layers, visit.layer, visit, h), kv
 
     def side_by_side(h, trace, kv, visits, kind):
-        inputs = jnp.where(kind == CONTINUE, trace, h)
+        base = jnp.where(kind == CONTINUE, take(trace, 0), h)  # the first lane reads the row's own input
 
-        def attend(params, i, operands, state):
-            (inputs, sums), _ = state
-            visit = operands[0]
-            y, new = branch_a(params, i, operands, take(inputs, visit.group))
-            return (inputs, add(sums, y, visit.group)), new
+        # Group by group, the attentions of a group before its MLPs: each reads a sum of those before it.
+        def half(carry, table):
+            lane, kv = carry
+            visit, is_mlp, opens = table
+            # A group's input in the trace gives way to that of the next iteration as soon as it is read.
+            old = jnp.where(kind == CONTINUE, take(lane.trace, visit.group), h)
+            new = base + lane.total + lane.attention + lane.mlp
+            lane = Lane(
+                x=jnp.where(opens, old, lane.x),
+                attention=jnp.where(opens, 0, lane.attention),
+                mlp=jnp.where(opens, 0, lane.mlp),
+                total=jnp.where(opens, lane.total + lane.attention + lane.mlp, lane.total),
+                trace=put(lane.trace, jnp.where(opens, new, take(lane.trace, visit.group)), visit.group),
+            )
 
-        def feed(params, i, operands, sums):
-            visit, middles = operands
-            return add(sums, branch_m(params, visit, take(middles, visit.group)), visit.group)
+            def attend(params, i, operands, state):
+                (x, attention), _ = state
+                y, new = branch_a(params, i, operands, x)
+                return (x, attention + y), new
 
-        def attend_lane(carry, visit):
-            sums, kv = carry
-            (_, sums), kv = attend_once(attend, visit, kv, (inputs, sums))
-            return (sums, kv), None
+            def feed(params, i, visit, state):
+                x, mlp = state
+                return x, mlp + branch_m(params, visit, x)
 
-        def feed_lane(sums, visit):
-            operands = (visit, middles)
-            return once(feed, visit.feeds, decoder.layers, visit.layer, operands, sums), None
+            a = visit._replace(
+                part=jnp.where(is_mlp, MLP, visit.part), slot=jnp.where(is_mlp, -1, visit.slot)
+            )
+            m = visit._replace(part=jnp.where(is_mlp, visit.part, ATTENTION))
+            (_, attention), kv = attend_once(attend, a, kv, (lane.x, lane.attention))
+            middle = lane.x + attention
+            _, mlp = once(feed, m.feeds, decoder.layers, m.layer, m, (middle, lane.mlp))
+            return (lane._replace(attention=attention, mlp=mlp), kv), None
 
-        (attention, kv), _ = jax.lax.scan(attend_lane, (jnp.zeros_like(inputs), kv), visits)
-        middles = inputs + attention
-        residuals, _ = jax.lax.scan(feed_lane, attention, visits)
-        base = inputs[0]  # the first lane of a Newton row always reads the row's own input
-        ends = base + jnp.cumsum(residuals, axis=0)
-        mean = base + residuals.sum(axis=0) / (visits.group.max() + 1)
-        return jnp.where(kind == MEAN, mean, ends[-1]), jnp.concatenate([base[None], ends[:-1]]), kv
+        zeros = jnp.zeros_like(h)
+        (lane, kv), _ = jax.lax.scan(half, (Lane(h, zeros, zeros, zeros, trace), kv), halves(visits))
+        total = lane.total + lane.attention + lane.mlp
+        groups = jnp.where(kind == MEAN, visits.group.max() + 1, 1)
+        return base + total / groups, lane.trace, kv
 
     def row(carry, table):
         before, trace, kv, kept = carry
@@ -152,7 +174,7 @@ def run(
         if active is not None:
             h = jnp.where(active[:, None, None], h, before)
         if kept is not None:
-            kept = jax.lax.dynamic_update_index_in_dim(kept, h, place, 0)
+            kept = put(kept, h, place)
         return (h, trace, kv, kept), None
 
     # What stands in for new keys and values where a visit has no attention.
@@ -228,14 +250,28 @@ def _(step, primals, tangents):
     return jax.jvp(conditional, primals, tangents)
 
 
+def halves(visits: Visit) -> tuple[Visit, Bool[Array, " N"], Bool[Array, " N"]]:
+    """Returns the visits of a row twice, N = 2 W, in order of groups and in each the attentions first.
+
+    With them, whether it is the MLP's turn, and whether a group begins. Padding stands last.
+    """
+    W = visits.layer.shape[0]
+    twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), visits)
+    is_mlp = jnp.arange(2 * W) >= W
+    order = jnp.argsort(jnp.where(twice.layer < 0, 2 * W, 2 * twice.group + is_mlp), stable=True)
+    twice, is_mlp = jax.tree.map(lambda a: a[order], (twice, is_mlp))
+    begins = jnp.concatenate([jnp.ones(1, bool), twice.group[1:] != twice.group[:-1]])
+    return twice, is_mlp, begins & (twice.layer >= 0)
+
+
 def take(stacked: Float[Array, "N *S"], index: Int[Array, ""]) -> Float[Array, "*S"]:
     """Returns one entry along the leading axis."""
     return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
 
 
-def add(sums: Float[Array, "N *S"], y: Float[Array, "*S"], index: Int[Array, ""]) -> Float[Array, "N *S"]:
-    """Returns sums with y added to one entry along the leading axis."""
-    return jax.lax.dynamic_update_index_in_dim(sums, take(sums, index) + y, index, 0)
+def put(stacked: Float[Array, "N *S"], x: Float[Array, "*S"], index: Int[Array, ""]) -> Float[Array, "N *S"]:
+    """Returns stacked with x as one entry along the leading axis."""
+    return jax.lax.dynamic_update_index_in_dim(stacked, x, index, 0)
 
 
 def forward(
@@ -247,8 +283,9 @@ def forward(
     """Returns the logits of every token under a program, in at least float32.
 
     `program` None is the plain model; `mask` is true at real tokens, which stand together in a row with
-    padding before or after. An id outside the vocabulary gives NaN.
+    padding before or after. An id outside the vocabulary gives NaN; padding may hold any id.
     """
     program = identity(decoder.config.layers) if program is None else program
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+    tokens = jnp.where(mask, tokens, 0)
     return unembed(decoder, run(decoder, embed(decoder, tokens), program, positions_of(mask)).h)
