@@ -1,1 +1,1 @@
-"""Programs found by search."""
+"""Programs found by search, and the tasks they are searched on."""
