@@ -1,40 +1,34 @@
 """Decoder language models whose depth is a program."""
 
-from jaxlayers.decoder.config import DecoderConfig, Rope
-from jaxlayers.decoder.stack import Decoder, embed, init, layer_fn, layer_params, per_layer, unembed
-from jaxlayers.evaluate import Evaluation, evaluate
-from jaxlayers.execute.rows import Run, forward, run
-from jaxlayers.generate.cache import Cache, new_cache
-from jaxlayers.generate.decode import decode_step, generate, prefill, score
-from jaxlayers.generate.sampling import Sampling
-from jaxlayers.program import Program
-from jaxlayers.weights.hub import Model, load
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Cache",
-    "Decoder",
-    "DecoderConfig",
-    "Evaluation",
-    "Model",
-    "Program",
-    "Rope",
-    "Run",
-    "Sampling",
-    "decode_step",
-    "embed",
-    "evaluate",
-    "forward",
-    "generate",
-    "init",
-    "layer_fn",
-    "layer_params",
-    "load",
-    "new_cache",
-    "per_layer",
-    "prefill",
-    "run",
-    "score",
-    "unembed",
-]
+if TYPE_CHECKING:
+    from jaxlayers.api import *  # noqa: F403
+
+
+class _Package(ModuleType):
+    """Imports the public names, and with them jax, at their first use: `jaxlayers --help` needs none."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") or name == "__all__":
+            api = importlib.import_module("jaxlayers.api")
+            vars(self).update({each: getattr(api, each) for each in api.__all__}, __all__=api.__all__)
+        if name not in vars(self):
+            raise AttributeError(f"module 'jaxlayers' has no attribute {name!r}")
+        return vars(self)[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system names a submodule here; two of them would hide the function of their name.
+        if not (name in ("evaluate", "generate") and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.__all__})
+
+
+sys.modules[__name__].__class__ = _Package

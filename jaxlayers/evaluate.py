@@ -1,7 +1,7 @@
 """How well a decoder predicts a text under a program."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -30,13 +30,19 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    decoder: Decoder, ids: Sequence[int], program: Program | None = None, window: int = 512, batch: int = 1
+    decoder: Decoder,
+    ids: Sequence[int],
+    program: Program | None = None,
+    window: int = 512,
+    batch: int = 1,
+    report: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Returns the mean negative log-likelihood of a text in consecutive windows.
 
     Each window is scored from its own start: its first token is given, every other is predicted from those
-    before it in the window. `batch` windows run at once. Raises ValueError for a window below 2 or beyond the
-    context, an id outside the vocabulary, or a text of fewer than 2 tokens.
+    before it in the window. `batch` windows run at once; `report(done, all)` is called after each batch.
+    Raises ValueError for a window below 2 or beyond the context, an id outside the vocabulary, or a text of
+    fewer than 2 tokens.
     """
     config = decoder.config
     if not 2 <= window <= config.context:
@@ -56,6 +62,8 @@ def evaluate(
         rows = slice(min(i, len(windows) - part), i + part)  # the last batch looks back, to keep its shape
         nll = np.asarray(token_nll(decoder, tokens[rows], mask[rows], program), np.float64)
         total += nll[i - rows.start :].sum()
+        if report:
+            report(min(rows.stop, len(windows)), len(windows))
     if not math.isfinite(total):
         raise ValueError(
             f"program {program} gives a loss of {total}; its scales or repeats overflow float32."

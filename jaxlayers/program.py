@@ -78,7 +78,7 @@ class Program:
     scale: Float32[_Table, "R W"]  # factor of the visit's branches, 1 where padded
     group: Int32[_Table, "R W"]  # lane of the visit: 0, 1, 2.. in order, one for a fused group; -1 pads
     slot: Int32[_Table, "R W"]  # place of its K/V, counted over visits with attention row by row; else -1
-    kind: Int32[_Table, "R"]  # SUM, MEAN or CONTINUE (the next Newton iteration of the row before)
+    kind: Int32[_Table, " R"]  # SUM, MEAN or CONTINUE (the next Newton iteration of the row before)
     depth: int = field(metadata={"static": True})  # L, the layers of the model
     slots: int = field(metadata={"static": True})  # K/V slots to allocate
 

@@ -264,12 +264,14 @@ def halves(visits: Visit) -> tuple[Visit, Bool[Array, " N"], Bool[Array, " N"]]:
     return twice, is_mlp, begins & (twice.layer >= 0)
 
 
-def take(stacked: Float[Array, "N *S"], index: Int[Array, ""]) -> Float[Array, "*S"]:
+def take(stacked: Float[Array, " N *S"], index: Int[Array, ""]) -> Float[Array, "*S"]:
     """Returns one entry along the leading axis."""
     return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
 
 
-def put(stacked: Float[Array, "N *S"], x: Float[Array, "*S"], index: Int[Array, ""]) -> Float[Array, "N *S"]:
+def put(
+    stacked: Float[Array, " N *S"], x: Float[Array, "*S"], index: Int[Array, ""]
+) -> Float[Array, " N *S"]:
     """Returns stacked with x as one entry along the leading axis."""
     return jax.lax.dynamic_update_index_in_dim(stacked, x, index, 0)
 

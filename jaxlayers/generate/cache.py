@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,26 @@ def new_cache(
         jnp.full((batch, length), -1, jnp.int32),
         jnp.zeros((), jnp.int32),
     )
+
+
+def check_memory(decoder: Decoder, program: Program, batch: int, length: int) -> None:
+    """Raises MemoryError where a cache would exceed the memory of the device.
+
+    Asking for it would fail late and without a reason, or, on CPU, never come back.
+    """
+    config, leaf = decoder.config, jax.tree.leaves(decoder.layers)[0]
+    columns = 2 * program.slots * batch * config.kv_heads * config.head_width * leaf.dtype.itemsize
+    devices = leaf.devices()
+    device = next(iter(devices))
+    if device.platform == "cpu":
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    else:
+        limit = ((device.memory_stats() or {}).get("bytes_limit") or math.inf) * len(devices)
+    if limit and columns * length > limit:
+        raise MemoryError(
+            f"a cache of {length} tokens in {batch} rows and {program.slots} slots takes "
+            f"{columns * length / 1e9:.0f} GB, and there are {limit / 1e9:.0f}; ask for fewer tokens or rows."
+        )
 
 
 def read(kv: KeyValue, slot: Int[Array, ""]) -> KeyValue:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlayers.decoder.stack import Decoder, embed, fastest_form, positions_of, unembed
 from jaxlayers.execute.rows import forward, run
-from jaxlayers.generate.cache import Cache, new_cache
+from jaxlayers.generate.cache import Cache, check_memory, new_cache
 from jaxlayers.generate.sampling import Sampling, sample
 from jaxlayers.program import Program, identity
 
@@ -39,6 +39,7 @@ def prefill(
     cache = new_cache(decoder, program, B, length)
     done = run(decoder, embed(decoder, tokens), program, positions_of(mask), cache, fresh=True)
     last = T - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+    assert done.cache is not None
     return unembed(decoder, jnp.take_along_axis(done.h, last[:, None, None], axis=1)[:, 0]), done.cache
 
 
@@ -57,6 +58,7 @@ def decode_step(
     program = identity(decoder.config.layers) if program is None else program
     active = jnp.ones(token.shape, bool) if active is None else active
     done = run(decoder, embed(decoder, token[:, None]), program, cache.next_positions(active[:, None]), cache)
+    assert done.cache is not None
     return unembed(decoder, done.h[:, 0]), done.cache
 
 
@@ -132,7 +134,7 @@ def generate(
     sampling: Sampling | None = None,
     stops: Sequence[int] = (),
     block: int = 16,
-) -> Iterator[list[list[int]]]:
+) -> Generator[list[list[int]], None, None]:
     """Yields the new ids of each row, at most `block` at a time, until all have ended.
 
     A row ends after one of the ids in `stops`, which is its last, or after `max_tokens`. Close the iterator
@@ -146,9 +148,10 @@ def generate(
     check_prompts(decoder, prompts, max_tokens)
     tokens, mask = right_padded(prompts, BUCKET)
     length = -(-(tokens.shape[1] + max_tokens) // BUCKET) * BUCKET
-    stops = jnp.asarray(sorted(set(stops)) or [-1], jnp.int32)
+    ends = jnp.asarray(sorted(set(stops)) or [-1], jnp.int32)
+    check_memory(decoder, program, len(prompts), length)
     decoder = fastest_form(decoder)
-    state = start(decoder, tokens, mask, program, sampling, stops, length)
+    state = start(decoder, tokens, mask, program, sampling, ends, length)
     new = np.asarray(state.token)[:, None]
     made = 1
     while True:
@@ -156,7 +159,7 @@ def generate(
         steps = min(block, max_tokens - made)
         if steps < 1 or bool(np.all(np.asarray(state.done))):
             return
-        new, state = advance(decoder, state, program, sampling, stops, steps, block)
+        new, state = advance(decoder, state, program, sampling, ends, steps, block)
         new = np.asarray(new)
         made += steps
 

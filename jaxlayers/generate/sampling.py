@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -25,10 +26,10 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | np.uint32 = 0
 
     def checked(self) -> "Sampling":
-        """Returns self, or raises ValueError naming the setting that is out of range."""
+        """Returns the settings as jit takes them, or raises ValueError naming one that is out of range."""
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or above and finite, not {self.temperature}.")
         if self.top_k < 0:
@@ -39,7 +40,8 @@ class Sampling:
             raise ValueError(f"min_p must be at least 0 (off) and below 1, not {self.min_p}.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be between 0 and 4294967295, not {self.seed}.")
-        return self
+        # jit takes a Python int for an int32, which neither a large seed nor "all of them" need be.
+        return dataclasses.replace(self, top_k=min(self.top_k, 2**31 - 1), seed=np.uint32(self.seed))
 
 
 def sample(logits: Float[Array, "B V"], sampling: Sampling, positions: Int[Array, " B"]) -> Int[Array, " B"]:
