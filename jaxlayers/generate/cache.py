@@ -55,7 +55,8 @@ def new_cache(
         )
     config = decoder.config
     dtype = dtype or jax.tree.leaves(decoder.layers)[0].dtype
-    shape = (program.slots, batch, config.kv_heads, length, config.head_width)
+    # At least one slot, which a program of MLPs alone leaves empty: an index needs something to point into.
+    shape = (max(program.slots, 1), batch, config.kv_heads, length, config.head_width)
     return Cache(
         KeyValue(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)),
         jnp.full((batch, length), -1, jnp.int32),

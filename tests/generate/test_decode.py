@@ -155,3 +155,9 @@ def test_a_cache_beyond_the_memory_is_refused_before_it_is_asked_for():
     decoder = init(config, jax.random.key(0))
     with pytest.raises(MemoryError, match="ask for fewer tokens"):
         next(generate(decoder, [[1, 2]], max_tokens=(1 << 40) - 2))
+
+
+def test_a_program_without_attention_needs_no_slot():
+    program = Program.parse("0m,2m", 4)
+    blocks = list(generate(DECODER, PROMPTS[:1], program, max_tokens=5))
+    assert [token for block in blocks for token in block[0]] == greedy(PROMPTS[0], 5, program)
