@@ -124,7 +124,7 @@ def _tick(decoder, h, kv, positions, program, rows, slot):
     )
     h = h.at[rows].set(done.h, mode="drop")
     slots = slot + jnp.arange(program.slots)
-    put = lambda old, new: old.at[slots[:, None], rows[None], :, :T].set(new, mode="drop")
+    put = lambda old, new: old.at[slots[:, None], rows[None], :, :T].set(new[: program.slots], mode="drop")
     return h, KeyValue(*map(put, kv, done.cache.kv))
 
 

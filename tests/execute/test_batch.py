@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlayers.decoder.stack import per_layer
+from jaxlayers.decoder.stack import init, per_layer
 from jaxlayers.execute import batch
 from jaxlayers.generate import decode
 from jaxlayers.program import Program
 
-DECODER = checkpoints.model(3).decoder
+DECODER = init(checkpoints.config(), jax.random.key(3))
 DEPTH = DECODER.config.layers
 TEXTS = ["0-3", "0,2-3", "0-3,1-2", "0-1,[2-3]", "[0-2]@2,3", "0-3", "0-3,1-2", "1x3", "0a,1m,[1+2,3]@2*0.5"]
 PROGRAMS = [Program.parse(text, DEPTH) for text in TEXTS]

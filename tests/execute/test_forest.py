@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxlayers.decoder.stack import per_layer, unembed
+from jaxlayers.decoder.stack import init, per_layer, unembed
 from jaxlayers.execute.forest import Forest
 from jaxlayers.execute.rows import forward
 from jaxlayers.program import Program
 
-DECODER = checkpoints.model(3).decoder
+DECODER = init(checkpoints.config(), jax.random.key(3))
 DEPTH = DECODER.config.layers
 LENGTH = 9
 STATE = LENGTH * DECODER.config.embed * 4  # bytes
