@@ -12,6 +12,26 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+# Set where every extra is installed: there a skipped test is a failed one.
+NO_SKIPS = os.environ.get("JAXLAYERS_CI", "0") not in ("", "0")
+
+
+def _strict(report):
+    if NO_SKIPS and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome, report.longrepr = "failed", f"skipped although JAXLAYERS_CI is set: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return _strict((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return _strict((yield))
+
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):

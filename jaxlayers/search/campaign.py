@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import secrets
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -196,7 +197,7 @@ class Campaign:
         self._width = max(len(ids) for _, group in self.work for each in group for ids in each.answers)
         mask = continuations(tokenizer, decoder.config.vocab)
         self._read = lambda decoder, h, details: read_answer(decoder, h, details, mask)
-        self._journal = Journal(journal, self._fingerprint(tasks)) if journal else None
+        self.journal = Journal(journal, self._fingerprint(tasks)) if journal else None
 
     def _fingerprint(self, tasks: Sequence[Task]) -> str:
         told = [dataclasses.asdict(task) | {"where": ""} for task in tasks]
@@ -235,14 +236,14 @@ class Campaign:
         scores: list[list[Score]] = [[] for _ in group]
         forest, epoch = None, 0
         while True:
-            known = self._journal.scores(number, epoch) if self._journal else None
+            known = self.journal.scores(number, epoch) if self.journal else None
             if known is None:
                 if forest is None:
                     length = _padded(max(len(row) for each in group for row in each.rows))
                     forest = Forest(self.decoder, length, self._read, self.budget, PACK)
                 fresh = self._epoch(trees, group, forest)
-                if self._journal:
-                    self._journal.append(number, epoch, fresh)
+                if self.journal:
+                    self.journal.append(number, epoch, fresh)
             else:
                 fresh = self._replay(trees, known)
             if not any(fresh):
@@ -262,7 +263,7 @@ class Campaign:
                     score = next(scores, None)
                     if score is None or score.ids != ids:
                         raise ValueError(
-                            f"{self._journal.path} is the journal of another search or version; "
+                            f"{self.journal.path} is the journal of another search or version; "
                             "move it away to search from the start."
                         )
                     tree.reward(ids, float(score.right))
@@ -303,6 +304,28 @@ class Campaign:
 
 def _padded(length: int) -> int:
     return -(-length // LENGTHS) * LENGTHS
+
+
+def write_found(found: Sequence[Found], path: Path, campaign: Campaign) -> None:
+    """Writes a record for each search as JSON lines, whole or not at all, and removes the journal.
+
+    Raises OSError in one sentence where it cannot be written; the journal then still holds the scores.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            for each in found:
+                file.write(json.dumps(each.record(campaign.depth), sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise type(error)(
+            f"cannot write {path}: {error.strerror}; the journal keeps what was found."
+        ) from error
+    if campaign.journal:
+        campaign.journal.path.unlink(missing_ok=True)
 
 
 class Journal:

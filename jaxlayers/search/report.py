@@ -115,7 +115,33 @@ def sentences(result: dict[str, Any]) -> list[str]:
     cola = result["conditions"].get("cola")
     if cola:
         lines.append(
-            f"Of the right answers {cola[ALL]['shortened']} have a shorter right program (published: above 75 %); "
-            f"of the wrong ones {cola[ALL]['corrected']} have a right one (published: above 60 %)."
+            f"Of the right answers {cola[ALL]['shortened']} have a shorter right program (published: above "
+            f"75 %), of the wrong ones {cola[ALL]['corrected']} have a right one (published: above 60 %)."
         )
     return lines
+
+
+def plain(result: dict[str, Any]) -> dict[str, Any]:
+    """Returns a summary with its shares as JSON-able records."""
+    if isinstance(result, Share):
+        return {key: value for key, value in result._asdict().items() if value == value}  # NaN: no task
+    return {key: plain(value) for key, value in result.items()} if isinstance(result, dict) else result
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints a summary as tables, with what it says in words."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    columns = ("base", "solved", "shortened", "corrected")
+    for kind in next(iter(result["conditions"].values())):
+        table = Table(title=f"{kind} tasks", title_justify="left", show_edge=False)
+        for name in ("condition", "tasks", *columns):
+            table.add_column(name, justify="left" if name == "condition" else "right")
+        for name, kinds in result["conditions"].items():
+            row = kinds[kind]
+            table.add_row(name, str(row["tasks"]), *(str(row[column]) for column in columns))
+        console.print(table)
+    for line in sentences(result):
+        console.print(f"- {line}", markup=False)
