@@ -388,7 +388,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--controls",
         action="store_true",
-        help="search with skips only and loops only, too, and run the controls: random programs, shuffled answers",
+        help="search with skips only and loops only, too, and run random programs and shuffled answers",
     )
 
     sub = command("demo", demo, "run programs on a real model: tables and a picture", "demo --out demo")
