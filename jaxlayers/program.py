@@ -109,6 +109,20 @@ class Program:
         """The distinct layer ids, sorted."""
         return tuple(i for i in np.unique(np.asarray(self.layer)).tolist() if i >= 0)
 
+    @classmethod
+    def of(cls, items: Sequence[Item], depth: int) -> "Program":
+        """The program of `items`, such as those of other programs for a model of the same depth."""
+        _check_depth(depth)
+        return _table(items, depth)
+
+    @functools.cached_property
+    def items(self) -> tuple[Item, ...]:
+        """The rows as whole steps, a Newton row with its continuations as one; equal steps are equal.
+
+        ValueError for a table made by hand that no text expresses.
+        """
+        return tuple(items_of(self._key, self.depth))
+
     @functools.cached_property
     def _key(self) -> tuple[Row, ...]:
         """The table without padding."""
@@ -130,7 +144,7 @@ class Program:
 
     def __str__(self) -> str:
         """The canonical text; ValueError for a table made by hand that no text expresses."""
-        return ",".join(text for text, _ in pieces(items_of(self._key, self.depth)))
+        return ",".join(text for text, _ in pieces(self.items))
 
     def __repr__(self) -> str:
         try:
@@ -170,7 +184,7 @@ class Program:
 
     def describe(self) -> str:
         """What every row does and what the program costs, as lines for a terminal."""
-        parts = pieces(items_of(self._key, self.depth))
+        parts = pieces(self.items)
         lines, row = [f"program for a model of {self.depth} layers"], 0
         texts = [shorten(text, 32) for text, _ in parts]
         width = max(map(len, texts))

@@ -69,6 +69,7 @@ def run(
     cache: Cache | None = None,
     collect: Sequence[int] | None = None,
     fresh: bool = False,
+    active: Bool[Array, "R B"] | None = None,
 ) -> Run:
     """Runs the rows of a program over a residual stream.
 
@@ -81,6 +82,7 @@ def run(
         room for them the result is NaN.
       collect: rows whose result is returned, static; None for none.
       fresh: the cache is known to be empty, so nothing is read from it; static.
+      active: which sequences each row is for, where they follow different programs; it passes by the rest.
 
     The carry is h and, in tables with lanes, the lane inputs of the row: a Newton iteration continues from
     them (h_l = h_{l-1} + r_l, with r_l at the previous iterate; J = I, arXiv 2605.17842), so that it is a row
@@ -166,12 +168,14 @@ def run(
         return base + total / groups, lane.trace, kv
 
     def row(carry, table):
-        h, trace, kv, kept = carry
-        visits, kind, place = table
+        before, trace, kv, kept = carry
+        visits, kind, place, active = table
         if trace is None:
-            h, kv = one_lane(h, kv, jax.tree.map(lambda a: a[0], visits))
+            h, kv = one_lane(before, kv, jax.tree.map(lambda a: a[0], visits))
         else:
-            h, trace, kv = side_by_side(h, trace, kv, visits, kind)
+            h, trace, kv = side_by_side(before, trace, kv, visits, kind)
+        if active is not None:
+            h = jnp.where(active[:, None, None], h, before)
         if kept is not None:
             kept = put(kept, h, place)
         return (h, trace, kv, kept), None
@@ -186,7 +190,7 @@ def run(
     trace = None if lanes == 1 else jnp.zeros((lanes, *h.shape), h.dtype)
     kept = None if collect is None else jnp.zeros((len(collect) + 1, *h.shape), h.dtype)
     carry = (h, trace, None if cache is None else cache.kv, kept)
-    table = jax.tree.map(jnp.asarray, (visits, program.kind, place))
+    table = jax.tree.map(jnp.asarray, (visits, program.kind, place, active))
     (h, _, kv, kept), _ = jax.lax.scan(jax.checkpoint(row), carry, table)
     collected = None if collect is None else kept[place[jnp.asarray(collect, jnp.int32)]]
     if cache is None:

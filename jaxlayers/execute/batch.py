@@ -1,0 +1,165 @@
+"""Different programs in one batch: a common schedule of ticks, each for the sequences that want its rows.
+
+A step of a program is a row, or a Newton row with its continuations. All programs of a batch are merged
+into one sequence of steps that contains each of them in order; a sequence passes by the ticks that are not
+its own. The merge is made once for a set of programs, on the host, and is itself a program.
+"""
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlayers.decoder.attention import KeyValue
+from jaxlayers.decoder.stack import Decoder, embed, positions_of, unembed
+from jaxlayers.execute.rows import run
+from jaxlayers.execute.step import bucket, isolate
+from jaxlayers.generate.cache import Cache, new_cache
+from jaxlayers.program import Program
+from jaxlayers.program_text import Item
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["program", "active"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A program that contains those of all sequences, and the rows of it that belong to each.
+
+    Sequences with equal programs run together. A slot belongs to a tick: a sequence leaves those of the ticks
+    it passes by unused, which costs memory and saves gathering a slot for each sequence.
+    """
+
+    program: Program
+    active: Bool[Array, "R B"]
+
+
+def schedule(programs: Sequence[Program]) -> Schedule:
+    """Returns the common schedule of the programs, one for each sequence of a batch.
+
+    It is a common supersequence found by majority: each tick is the step that the most remaining work wants
+    next. It has at least as many ticks as the longest program and at most as many as all distinct ones.
+
+    Raises ValueError for no program or for programs of different depth.
+    """
+    if not programs:
+        raise ValueError("there is no program; give one for each sequence.")
+    depths = {program.depth for program in programs}
+    if len(depths) > 1:
+        raise ValueError(f"the programs are for models of different depth: {sorted(depths)}.")
+    rows_of = defaultdict(list)  # distinct programs, and the sequences that follow each
+    for sequence, program in enumerate(programs):
+        rows_of[program.items].append(sequence)
+    done = dict.fromkeys(rows_of, 0)
+    ticks: list[tuple[Item, list[int]]] = []
+    while True:
+        votes: dict[Item, int] = defaultdict(int)
+        for items, at in done.items():
+            if at < len(items):
+                votes[items[at]] += len(items) - at
+        if not votes:
+            break
+        step = max(votes, key=votes.__getitem__)
+        takers = [items for items, at in done.items() if at < len(items) and items[at] == step]
+        ticks.append((step, sorted(i for items in takers for i in rows_of[items])))
+        for items in takers:
+            done[items] += 1
+    program = Program.of([step for step, _ in ticks], depths.pop())
+    active = np.zeros((program.rows, len(programs)), bool)
+    row = 0
+    for step, sequences in ticks:
+        active[row : row + step.iterations, sequences] = True
+        row += step.iterations
+    return Schedule(program, active)
+
+
+def prefill(
+    decoder: Decoder,
+    tokens: Int[Array, "B T"],
+    plan: Schedule,
+    length: int | None = None,
+    mask: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Returns the logits that follow each row's last real token, and a cache of `length` columns (default T).
+
+    Like `generate.decode.prefill`, with a program for each sequence. Each tick computes only the sequences
+    that want it, packed together. Runs on the host: do not put it under `jax.jit`. Raises ValueError where
+    the tokens do not fit the cache or the schedule another batch.
+    """
+    B, T = tokens.shape
+    _check(plan, B)
+    length = T if length is None else length
+    if length < T:
+        raise ValueError(f"a cache of {length} columns cannot hold {T} tokens; make it at least {T}.")
+    mask = jnp.ones((B, T), bool) if mask is None else jnp.asarray(mask)
+    h, positions = _start(decoder, tokens, mask)
+    cache = new_cache(decoder, plan.program, B, length)
+    kv, slot, row = cache.kv, 0, 0
+    for step in plan.program.items:
+        sequences = np.flatnonzero(plan.active[row])
+        rows = np.full(bucket(len(sequences), B), B, np.int32)  # B is no sequence: it is dropped
+        rows[: len(sequences)] = sequences
+        part, program = isolate(decoder, step)
+        h, kv = _tick(part, h, kv, positions, program, rows, slot)
+        slot += program.slots
+        row += step.iterations
+    return _finish(decoder, h, mask), cache_of(kv, positions, length)
+
+
+@jax.jit
+def _start(decoder, tokens, mask):
+    return embed(decoder, tokens), positions_of(mask)
+
+
+@functools.partial(jax.jit, donate_argnames=("h", "kv"))
+def _tick(decoder, h, kv, positions, program, rows, slot):
+    """Runs a step for some rows of the batch; entries of `rows` beyond the batch are padding."""
+    some = lambda a: a.at[rows].get(mode="clip")
+    T = h.shape[1]
+    done = run(
+        decoder, some(h), program, some(positions), new_cache(decoder, program, len(rows), T), fresh=True
+    )
+    h = h.at[rows].set(done.h, mode="drop")
+    slots = slot + jnp.arange(program.slots)
+    put = lambda old, new: old.at[slots[:, None], rows[None], :, :T].set(new[: program.slots], mode="drop")
+    return h, KeyValue(*map(put, kv, done.cache.kv))
+
+
+@jax.jit
+def _finish(decoder, h, mask):
+    last = h.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+    return unembed(decoder, jnp.take_along_axis(h, last[:, None, None], axis=1)[:, 0])
+
+
+def cache_of(kv: KeyValue, positions: Int[Array, "B T"], length: int) -> Cache:
+    """Returns the cache that holds kv for T tokens in its first columns of `length`."""
+    T = positions.shape[1]
+    padded = jnp.pad(positions, [(0, 0), (0, length - T)], constant_values=-1)
+    return Cache(kv, padded, jnp.asarray(T, jnp.int32))
+
+
+def decode_step(
+    decoder: Decoder,
+    token: Int[Array, " B"],
+    cache: Cache,
+    plan: Schedule,
+    active: Bool[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Returns the logits that follow one more token a row, and the cache with that token.
+
+    Like `generate.decode.decode_step`, with a program for each sequence; a pure function for `jax.jit`. Every
+    tick computes the whole batch: a decode step reads most weights whatever is masked.
+    """
+    active = jnp.ones(token.shape, bool) if active is None else active
+    positions = cache.next_positions(active[:, None])
+    h = embed(decoder, token[:, None])
+    done = run(decoder, h, plan.program, positions, cache, active=plan.active)
+    return unembed(decoder, done.h[:, 0]), done.cache
+
+
+def _check(plan: Schedule, batch: int) -> None:
+    if plan.active.shape[1] != batch:
+        raise ValueError(f"the schedule is for {plan.active.shape[1]} sequences and the batch has {batch}.")

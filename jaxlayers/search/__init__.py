@@ -1,0 +1,1 @@
+"""Programs found by search, and the tasks they are searched on."""
