@@ -304,3 +304,18 @@ def test_a_full_disk_is_told():
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     message = "jaxlayers: cannot write the output: no space left on device.\n"
     assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_tasks_and_search(result, tiny_folder, tmp_path):
+    tasks, out = tmp_path / "tasks.jsonl", tmp_path / "found.jsonl"
+    made = result("tasks", tasks)
+    assert made["tasks"] >= 1200 and len(tasks.read_text().splitlines()) == made["tasks"]
+    lines = [{"id": str(i), "prompt": "the and", "answer": answer} for i, answer in enumerate(["in", "q"])]
+    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = result(
+        "search", tiny_folder, "--tasks", tasks, "--out", out, "--simulations", "5", "--controls"
+    )
+    assert found["complete"] and found["visits"] <= found["visits_alone"]
+    assert list(found["conditions"]) == ["cola", "skip", "loop", "random", "shuffled"]
+    assert len(out.read_text().splitlines()) == 2 * 5
+    assert [each.name for each in tmp_path.glob("*.journal")] == []
