@@ -312,9 +312,7 @@ def test_tasks_and_search(result, tiny_folder, tmp_path):
     assert made["tasks"] >= 1200 and len(tasks.read_text().splitlines()) == made["tasks"]
     lines = [{"id": str(i), "prompt": "the and", "answer": answer} for i, answer in enumerate(["in", "q"])]
     tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = result(
-        "search", tiny_folder, "--tasks", tasks, "--out", out, "--simulations", "5", "--controls"
-    )
+    found = result("search", tiny_folder, "--tasks", tasks, "--out", out, "--simulations", "5", "--controls")
     assert found["complete"] and found["visits"] <= found["visits_alone"]
     assert list(found["conditions"]) == ["cola", "skip", "loop", "random", "shuffled"]
     assert len(out.read_text().splitlines()) == 2 * 5
