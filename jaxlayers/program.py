@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 import reprlib
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from jaxlayers.files import replacing
 from jaxlayers.program_text import (
     ATTENTION,
     CONTINUE,
@@ -226,14 +226,13 @@ class Program:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the canonical text; a reader sees the old file or the new one, never half of it."""
-        text, target = f"{self}\n", Path(path)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        text = f"{self}\n"
         try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, target)
+            with replacing(path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
         except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise type(error)(f"cannot write the program file {str(target)!r}: {error.strerror}") from error
+            name = str(Path(path))
+            raise type(error)(f"cannot write the program file {name!r}: {error.strerror}") from error
 
 
 def _check_depth(depth: int) -> None:

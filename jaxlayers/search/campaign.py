@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import secrets
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 
 from jaxlayers.decoder.stack import Decoder, fastest_form
 from jaxlayers.execute.forest import Forest
+from jaxlayers.files import replacing
 from jaxlayers.program import WHOLE, Program
 from jaxlayers.program_text import Item
 from jaxlayers.search.cola import Ids, Random, Settings, Tree
@@ -311,16 +311,13 @@ def write_found(found: Sequence[Found], path: Path, campaign: Campaign) -> None:
 
     Raises OSError in one sentence where it cannot be written; the journal then still holds the scores.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
             for each in found:
                 file.write(json.dumps(each.record(campaign.depth), sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise type(error)(
             f"cannot write {path}: {error.strerror}; the journal keeps what was found."
         ) from error

@@ -15,10 +15,8 @@ import json
 import os
 import random
 import re
-import secrets
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -27,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlayers.decoder.stack import Decoder, unembed
+from jaxlayers.files import replacing
 from jaxlayers.weights.strict import parse_json, quoted
 from jaxlayers.weights.tokenizer import Tokenizer
 
@@ -140,17 +139,13 @@ def write_tasks(tasks: Iterable[Task], path: str | os.PathLike[str]) -> None:
 
     Raises OSError in one sentence where it cannot be written, on a full disk too.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
             for task in tasks:
                 fields = {name: getattr(task, name) for name in FIELDS}
                 fields = {name: value for name, value in fields.items() if value not in ((), "", 0)}
                 file.write(json.dumps(fields, sort_keys=True) + "\n")
-        os.replace(temporary, target)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise type(error)(f"cannot write the tasks to {os.fspath(path)}: {error.strerror}.") from error
 
 
