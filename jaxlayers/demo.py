@@ -7,8 +7,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
-import secrets
 import statistics
 import sys
 import time
@@ -16,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich import box
 from rich.console import Console
@@ -24,8 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from jaxlayers.decoder.stack import Decoder, per_layer
+from jaxlayers.decoder.stack import Decoder, fastest_form
 from jaxlayers.evaluate import token_nll
+from jaxlayers.files import replacing
 from jaxlayers.generate import decode
 from jaxlayers.program import (
     Program,
@@ -100,11 +98,12 @@ def demo(
         from jaxlayers.plot import demo_figure  # matplotlib is slow to import
 
         picture = folder / "demo.png"
-        replace(picture, lambda path: demo_figure(results).savefig(path, format="png"))
+        with replacing(picture) as temporary:
+            demo_figure(results).savefig(temporary, format="png")
         results["picture"] = str(picture)
         results["seconds"] = time.perf_counter() - began
-        text_form = json.dumps(results, indent=1) + "\n"
-        replace(folder / "demo.json", lambda path: path.write_text(text_form, encoding="utf-8"))
+        with replacing(folder / "demo.json") as temporary:
+            temporary.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         report(results, console)
         return results
 
@@ -124,8 +123,7 @@ def measure(
     sweeps = [skip(L, [i]) for i in range(L)] if L > 1 else [], [loop(L, i, i, 2) for i in range(L)]
     everything = [*named.values(), *sweeps[0], *sweeps[1]]
     shape = common_shape(everything)
-    # On CPU a layer picked out of a stack is copied first; views of single layers are not.
-    decoder = per_layer(decoder) if jax.default_backend() == "cpu" else decoder
+    decoder = fastest_form(decoder)
     tokens = np.asarray([ids], np.int32)
     mask = np.ones_like(tokens, bool)
 
@@ -315,16 +313,6 @@ def report(results: dict[str, Any], console: Console) -> None:
     console.print(
         Text(f"\nPicture: {results['picture']} ({results['seconds']:.0f} s in all)"), soft_wrap=True
     )
-
-
-def replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file under another name and renames it, so that an interrupt leaves no half of it."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
