@@ -13,10 +13,10 @@ from jaxlayers.decoder.stack import (
     positions_of,
     unembed,
 )
-from jaxlayers.evaluate import Evaluation, evaluate
+from jaxlayers.evaluate import Evaluation, evaluate, score
 from jaxlayers.execute.rows import Run, forward, run
 from jaxlayers.generate.cache import Cache, new_cache
-from jaxlayers.generate.decode import decode_step, generate, prefill, score
+from jaxlayers.generate.decode import decode_step, generate, prefill
 from jaxlayers.generate.sampling import Sampling
 from jaxlayers.program import Program
 from jaxlayers.weights.export import export

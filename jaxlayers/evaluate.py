@@ -1,4 +1,4 @@
-"""How well a decoder predicts a text under a program."""
+"""How likely a text or a continuation is to a decoder under a program."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,10 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlayers.decoder.stack import Decoder
 from jaxlayers.execute.rows import forward
-from jaxlayers.generate.decode import CAUSE, check_ids, right_padded
+from jaxlayers.generate.decode import BUCKET, CAUSE, check_ids, check_prompts, right_padded
 from jaxlayers.program import Program, as_program
-
-BUCKET = 64  # short texts are padded to multiples of this, so that few shapes are compiled
 
 
 class Evaluation(NamedTuple):
@@ -80,3 +78,31 @@ def token_nll(
     logprobs = jax.nn.log_softmax(forward(decoder, tokens, program, mask)[:, :-1], axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.where(mask[:, 1:], -chosen, 0)
+
+
+def score(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    choices: Sequence[Sequence[int]],
+    program: Program | str | None = None,
+) -> Float[np.ndarray, " C"]:
+    """Returns the log-likelihood, in nats, of each choice of ids as a continuation of the prompt's ids.
+
+    Divide by the lengths of the choices to normalise by length. Raises ValueError for an empty prompt or
+    choice, and for what does not fit the context.
+    """
+    if not len(choices) or not all(np.ndim(choice) == 1 and len(choice) for choice in choices):
+        raise ValueError("every choice needs at least one token.")
+    check_prompts(decoder, [prompt], max(map(len, choices)))
+    program = as_program(program, decoder.config.layers)
+    rows = [[*prompt, *choice] for choice in choices]
+    check_ids(decoder, rows)
+    tokens, mask = right_padded(rows, BUCKET)
+    scored = np.zeros_like(mask)
+    for row, choice in enumerate(choices):
+        scored[row, len(prompt) : len(prompt) + len(choice)] = True
+    nll = np.asarray(token_nll(decoder, tokens, mask, program))
+    found = -np.where(scored[:, 1:], nll, 0).sum(axis=1)
+    if not np.isfinite(found).all():
+        raise ValueError(f"program {program} gives scores that are not finite; {CAUSE}.")
+    return found

@@ -20,6 +20,7 @@ from jaxlayers.decoder.stack import Decoder, embed, positions_of, unembed
 from jaxlayers.execute.rows import run
 from jaxlayers.execute.step import bucket, isolate
 from jaxlayers.generate.cache import Cache, new_cache
+from jaxlayers.generate.decode import last_logits
 from jaxlayers.program import Program
 from jaxlayers.program_text import Item
 
@@ -106,7 +107,10 @@ def prefill(
         h, kv = _tick(part, h, kv, positions, program, rows, slot)
         slot += program.slots
         row += step.iterations
-    return _finish(decoder, h, mask), cache_of(kv, positions, length)
+    return _last_logits(decoder, h, mask), cache.appended(kv, positions)
+
+
+_last_logits = jax.jit(last_logits)
 
 
 @jax.jit
@@ -126,19 +130,6 @@ def _tick(decoder, h, kv, positions, program, rows, slot):
     slots = slot + jnp.arange(program.slots)
     put = lambda old, new: old.at[slots[:, None], rows[None], :, :T].set(new[: program.slots], mode="drop")
     return h, KeyValue(*map(put, kv, done.cache.kv))
-
-
-@jax.jit
-def _finish(decoder, h, mask):
-    last = h.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
-    return unembed(decoder, jnp.take_along_axis(h, last[:, None, None], axis=1)[:, 0])
-
-
-def cache_of(kv: KeyValue, positions: Int[Array, "B T"], length: int) -> Cache:
-    """Returns the cache that holds kv for T tokens in its first columns of `length`."""
-    T = positions.shape[1]
-    padded = jnp.pad(positions, [(0, 0), (0, length - T)], constant_values=-1)
-    return Cache(kv, padded, jnp.asarray(T, jnp.int32))
 
 
 def decode_step(

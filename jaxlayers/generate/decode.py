@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlayers.decoder.stack import Decoder, embed, fastest_form, positions_of, unembed
-from jaxlayers.execute.rows import forward, run
+from jaxlayers.execute.rows import run
 from jaxlayers.generate.cache import Cache, check_memory, new_cache
 from jaxlayers.generate.sampling import Sampling, sample
 from jaxlayers.program import Program, as_program
@@ -41,9 +41,14 @@ def prefill(
     mask = jnp.ones((B, T), bool) if mask is None else mask
     cache = new_cache(decoder, program, B, length)
     done = run(decoder, embed(decoder, tokens), program, positions_of(mask), cache, fresh=True)
-    last = T - 1 - jnp.argmax(mask[:, ::-1], axis=1)
     assert done.cache is not None
-    return unembed(decoder, jnp.take_along_axis(done.h, last[:, None, None], axis=1)[:, 0]), done.cache
+    return last_logits(decoder, done.h, mask), done.cache
+
+
+def last_logits(decoder: Decoder, h: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B V"]:
+    """Returns the logits that follow each row's last real token."""
+    last = h.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+    return unembed(decoder, jnp.take_along_axis(h, last[:, None, None], axis=1)[:, 0])
 
 
 def decode_step(
@@ -222,38 +227,3 @@ def right_padded(
         tokens[row, : len(prompt)] = prompt
         mask[row, : len(prompt)] = True
     return tokens, mask
-
-
-@jax.jit
-def _continuations(decoder, tokens, mask, scored, program):
-    logits = forward(decoder, tokens, program, mask)
-    logprobs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
-    chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.sum(jnp.where(scored[:, 1:], chosen, 0), axis=1)
-
-
-def score(
-    decoder: Decoder,
-    prompt: Sequence[int],
-    choices: Sequence[Sequence[int]],
-    program: Program | str | None = None,
-) -> Float[np.ndarray, " C"]:
-    """Returns the log-likelihood, in nats, of each choice of ids as a continuation of the prompt's ids.
-
-    Divide by the lengths of the choices to normalise by length. Raises ValueError for an empty prompt or
-    choice, and for what does not fit the context.
-    """
-    if not len(choices) or not all(np.ndim(choice) == 1 and len(choice) for choice in choices):
-        raise ValueError("every choice needs at least one token.")
-    check_prompts(decoder, [prompt], max(map(len, choices)))
-    program = as_program(program, decoder.config.layers)
-    rows = [[*prompt, *choice] for choice in choices]
-    check_ids(decoder, rows)
-    tokens, mask = right_padded(rows, BUCKET)
-    scored = np.zeros_like(mask)
-    for row, choice in enumerate(choices):
-        scored[row, len(prompt) : len(prompt) + len(choice)] = True
-    found = np.asarray(_continuations(decoder, tokens, mask, scored, program))
-    if not np.isfinite(found).all():
-        raise ValueError(f"program {program} gives scores that are not finite; {CAUSE}.")
-    return found

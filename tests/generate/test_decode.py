@@ -10,8 +10,9 @@ import pytest
 
 from jaxlayers.decoder.config import DecoderConfig
 from jaxlayers.decoder.stack import init, per_layer
+from jaxlayers.evaluate import score
 from jaxlayers.execute.rows import forward
-from jaxlayers.generate.decode import generate, score
+from jaxlayers.generate.decode import generate
 from jaxlayers.generate.sampling import Sampling
 from jaxlayers.program import Program
 
