@@ -133,7 +133,7 @@ class Forest:
         for node in edges:
             groups[node.step].append(node)
         first = next(iter(edges))
-        pressed = len(self._free) + len(self._resident) - len(waiting) < self.pack
+        pressed = self.places - len(waiting) < self.pack
         step = first.step if pressed else min(groups, key=lambda step: (_lowest(step), -len(groups[step])))
         nodes = groups[step][: self.pack]
         self._compute(step, nodes, waiting)

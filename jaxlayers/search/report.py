@@ -27,7 +27,11 @@ class Share(NamedTuple):
 
 def share(hits: Sequence[bool], seed: int = 0) -> Share:
     """Returns the share of hits; tasks are drawn again with replacement for the interval."""
-    values = np.asarray(hits, float)
+    return _bootstrap(np.asarray(hits, float), seed)
+
+
+def _bootstrap(values: np.ndarray, seed: int) -> Share:
+    """Returns the mean of the values with its interval."""
     if not len(values):
         return Share(np.nan, np.nan, np.nan, 0)
     draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
@@ -54,12 +58,7 @@ def difference(a: Sequence[Found], b: Sequence[Found], what: Callable[[Found], b
     """Returns the share in a less the share in b over the tasks both have, drawn in pairs."""
     other = {found.task.id: found for found in b}
     pairs = [(what(found), what(other[found.task.id])) for found in a if found.task.id in other]
-    if not pairs:
-        return Share(np.nan, np.nan, np.nan, 0)
-    gain = np.asarray([int(x) - int(y) for x, y in pairs], float)
-    draws = np.random.default_rng(seed).integers(len(gain), size=(RESAMPLES, len(gain)))
-    low, high = np.quantile(gain[draws].mean(axis=1), [0.025, 0.975])
-    return Share(float(gain.mean()), float(low), float(high), len(gain))
+    return _bootstrap(np.asarray([int(x) - int(y) for x, y in pairs], float), seed)
 
 
 def summary(found: Sequence[Found]) -> dict[str, Any]:
