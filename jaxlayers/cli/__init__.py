@@ -1,0 +1,5 @@
+"""The command line: `jaxlayers COMMAND ...`."""
+
+from jaxlayers.cli.main import entry, main
+
+__all__ = ["entry", "main"]

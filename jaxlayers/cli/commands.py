@@ -1,0 +1,203 @@
+"""The commands, one function each."""
+
+import sys
+import time
+
+from jaxlayers.cli.input import load_model, read_program, read_stdin, read_text
+from jaxlayers.cli.output import Args, Result, note, print_table, progress
+
+PICTURES = ".png", ".svg", ".pdf"
+
+
+def evaluate(args: Args) -> Result:
+    text = read_text(args.text)
+    if args.tokens is not None and args.tokens < 2:
+        raise ValueError(f"--tokens must be at least 2, not {args.tokens}: the first token is not predicted.")
+    model = load_model(args)
+    program = read_program(args.program, model.decoder.config.layers)
+
+    from jaxlayers.decoder.stack import fastest_form
+    from jaxlayers.evaluate import evaluate
+    from jaxlayers.generate.text import tokenizer_of
+
+    ids = tokenizer_of(model).encode(text)[: args.tokens]
+    decoder = fastest_form(model.decoder)
+    start = time.perf_counter()
+    with progress(args, "evaluating") as report:
+        found = evaluate(decoder, ids, program, args.window, report=report)
+    result: Result = {
+        "mean_nll": found.mean_nll,
+        "ppl": found.ppl,
+        "tokens": found.tokens,
+        "visits": program.visits,
+        "seconds": time.perf_counter() - start,
+    }
+    print_table(args, result)
+    return result
+
+
+def generate(args: Args) -> Result:
+    from jaxlayers.generate.sampling import Sampling
+
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed).checked()
+    prompt = read_stdin() if args.prompt == "-" else args.prompt
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one word.")
+    model = load_model(args)
+    program = read_program(args.program, model.decoder.config.layers)
+
+    from jaxlayers.generate.text import generate_text
+
+    def show(_: int, piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    stream = not args.json and sys.stdout.isatty()
+    start = time.perf_counter()
+    done = generate_text(
+        model,
+        prompt,
+        program,
+        max_tokens=args.max_tokens,
+        sampling=sampling,
+        stop=args.stop,
+        chat=args.chat,
+        ignore_eos=args.ignore_eos,
+        on_text=show if stream else None,
+        block=4 if stream else 16,
+    )[0]
+    seconds = time.perf_counter() - start
+    if not args.json:
+        print("" if stream else done.text)
+        n = len(done.token_ids)
+        note(args, f"{n} tokens in {seconds:.1f} s, {program.visits} visits a token; ended by {done.reason}")
+    return {
+        "text": done.text,
+        "token_ids": done.token_ids,
+        "visits": program.visits,
+        "seconds": seconds,
+    }
+
+
+def program(args: Args) -> Result:
+    if args.picture and args.picture.suffix.lower() not in PICTURES:
+        raise ValueError(f"--picture {str(args.picture)!r} must end in {', '.join(PICTURES)}.")
+    found = read_program(args.program, args.depth)
+    if args.picture:
+        from jaxlayers.files import replacing
+        from jaxlayers.plot import program_figure
+
+        with replacing(args.picture) as temporary:
+            program_figure(found).savefig(temporary, format=args.picture.suffix[1:].lower())
+    if not args.json:
+        print(found.describe())
+    return {
+        "program": str(found),
+        "rows": found.rows,
+        "lanes": found.lanes,
+        "slots": found.slots,
+        "visits": found.visits,
+        "layers": list(found.layers),
+    }
+
+
+def export(args: Args) -> Result:
+    model = load_model(args)
+    program = read_program(args.program, model.decoder.config.layers)
+
+    from jaxlayers.weights.export import export
+
+    start = time.perf_counter()
+    folder = export(model.decoder, program, args.out, model.tokenizer)
+    result: Result = {
+        "folder": str(folder),
+        "program": str(program),
+        "layers": program.visits,
+        "seconds": time.perf_counter() - start,
+    }
+    print_table(args, result)
+    return result
+
+
+def bench(args: Args) -> Result:
+    from jaxlayers import bench
+
+    if args.name not in bench.NAMES:
+        raise ValueError(f"there is no bench {args.name!r}; name one of {', '.join(bench.NAMES)}.")
+    from jaxlayers import startup
+
+    startup.start()
+    note(args, f"measuring {args.name}, both sides in turn ...")
+    result = bench.run(args.name, args.model)
+    print_table(args, result, digits=4)
+    return result
+
+
+def tasks(args: Args) -> Result:
+    from jaxlayers.search.tasks import KINDS, make_tasks, write_tasks
+
+    made = make_tasks(args.seed)
+    write_tasks(made, args.out)
+    result: Result = {"out": str(args.out), "tasks": len(made)}
+    result |= {kind: sum(task.kind == kind for task in made) for kind in KINDS}
+    print_table(args, result)
+    return result
+
+
+def search(args: Args) -> Result:
+    from jaxlayers.search.tasks import read_tasks
+
+    asked = [task for task in read_tasks(args.tasks) if args.split in (None, task.split)][: args.limit]
+    if not asked:
+        raise ValueError(f"{args.tasks} has no task of the split {args.split!r}; leave out --split for all.")
+    model = load_model(args)
+
+    from jaxlayers.generate.text import tokenizer_of
+    from jaxlayers.search import report
+    from jaxlayers.search.campaign import Campaign, conditions, write_found
+
+    plan = [each for each in conditions(args.simulations) if each.name == "cola" or args.controls]
+    start = time.perf_counter()
+    found, complete = [], False
+    with progress(args, "searching") as moved:
+        campaign = Campaign(
+            model.decoder,
+            tokenizer_of(model),
+            asked,
+            plan,
+            args.seed,
+            args.out.with_name(args.out.name + ".journal"),
+            report=moved,
+        )
+        try:
+            for group in campaign.run():
+                found += group
+            complete = True
+        except KeyboardInterrupt:
+            if not found:
+                raise
+    found = campaign.ordered(found)
+    result = report.summary(found)
+    if complete:
+        write_found(found, args.out, campaign)
+    if not args.json:
+        report.show(result)
+        note(args, f"wrote {args.out}" if complete else "interrupted; the same command goes on from here")
+    return report.plain(result) | {
+        "complete": complete,
+        "out": str(args.out),
+        "visits": campaign.visits,
+        "visits_alone": campaign.lengths,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def demo(args: Args) -> Result:
+    text = None if args.text is None else read_text(args.text)
+    from jaxlayers import startup
+    from jaxlayers.demo import demo
+
+    startup.start()
+    start = time.perf_counter()
+    demo(args.model, text, args.out, show=not args.json)
+    return {"out": str(args.out), "seconds": time.perf_counter() - start}

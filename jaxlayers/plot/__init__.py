@@ -1,0 +1,6 @@
+"""Pictures. They are plain `Figure` objects, without pyplot and its global state: `figure.savefig(path)`."""
+
+from jaxlayers.plot.demo import demo_figure
+from jaxlayers.plot.program import draw_program, program_figure
+
+__all__ = ["demo_figure", "draw_program", "program_figure"]
