@@ -134,7 +134,8 @@ def bench(args: Args) -> Result:
 
 
 def tasks(args: Args) -> Result:
-    from jaxlayers.search.tasks import KINDS, make_tasks, write_tasks
+    from jaxlayers.search.made_tasks import KINDS, make_tasks
+    from jaxlayers.search.tasks import write_tasks
 
     made = make_tasks(args.seed)
     write_tasks(made, args.out)
@@ -154,7 +155,8 @@ def search(args: Args) -> Result:
 
     from jaxlayers.generate.text import tokenizer_of
     from jaxlayers.search import report
-    from jaxlayers.search.campaign import Campaign, conditions, write_found
+    from jaxlayers.search.campaign import Campaign, conditions
+    from jaxlayers.search.found import write_found
 
     plan = [each for each in conditions(args.simulations) if each.name == "cola" or args.controls]
     start = time.perf_counter()
@@ -179,7 +181,8 @@ def search(args: Args) -> Result:
     found = campaign.ordered(found)
     result = report.summary(found)
     if complete:
-        write_found(found, args.out, campaign)
+        write_found(found, args.out, campaign.depth)
+        campaign.journal.remove()
     if not args.json:
         report.show(result)
         note(args, f"wrote {args.out}" if complete else "interrupted; the same command goes on from here")

@@ -35,6 +35,14 @@ class Context(NamedTuple):
     window: Int[Array, ""] | int = 0  # index into config.window_kinds; differs by layer
     past: KeyValue | None = None  # what this visit wrote for earlier tokens
     past_positions: Int[Array, "B S"] | None = None  # -1 where nothing is written
+    branch: Int[Array, "B T"] | None = None  # 0 is seen by all later tokens, any other by its own alone
+
+
+class Places(NamedTuple):
+    """Where tokens stand: several continuations of one text stand side by side as branches."""
+
+    position: Int[Array, "B S"]  # -1 marks padding
+    branch: Int[Array, "B S"] | None = None  # None: no branches
 
 
 class Source(NamedTuple):
@@ -90,13 +98,15 @@ def causal_attention(
     """
 
     def blockwise(q, new):
-        sources = [(new, ctx.positions)]
+        here = Places(ctx.positions, ctx.branch)
+        sources = [(new, here)]
         if ctx.past is not None:
-            sources.insert(0, (ctx.past, ctx.past_positions))
+            sources.insert(0, (ctx.past, Places(ctx.past_positions)))
         window = window_width(window_kinds, ctx.window)
-        return attend_in_blocks(q, ctx.positions, sources, window)
+        return attend_in_blocks(q, here, sources, window)
 
-    if ctx.past is not None or q.shape[1] < LEAST_BLOCK or q.dtype == jnp.float64:
+    plain = ctx.past is None and ctx.branch is None
+    if not plain or q.shape[1] < LEAST_BLOCK or q.dtype == jnp.float64:
         return blockwise(q, new)
 
     def splash(q, new):
@@ -118,19 +128,22 @@ def window_width(
     return jnp.asarray(widths, jnp.int32)[index]
 
 
-def visibility(
-    queries: Int[Array, "B T"], keys: Int[Array, "B S"], window: Int[Array, ""] | int | None
-) -> Bool[Array, "B T S"]:
-    """Returns which key positions a query position sees: real, not later, and inside the window."""
-    queries, keys = queries[:, :, None], keys[:, None, :]
-    seen = (keys >= 0) & (keys <= queries)
-    return seen if window is None else seen & (queries - keys < window)
+def visibility(queries: Places, keys: Places, window: Int[Array, ""] | int | None) -> Bool[Array, "B T S"]:
+    """Returns which keys a query sees: real, not later, inside the window, and of no other branch."""
+    at, of = queries.position[:, :, None], keys.position[:, None, :]
+    seen = (of >= 0) & (of <= at)
+    if window is not None:
+        seen &= at - of < window
+    if queries.branch is not None and keys.branch is not None:
+        branch = keys.branch[:, None, :]
+        seen &= (branch == 0) | (branch == queries.branch[:, :, None])
+    return seen
 
 
 def attend_in_blocks(
     q: Float[Array, "B T H Q"],
-    positions: Int[Array, "B T"],
-    sources: Sequence[tuple[KeyValue, Int[Array, "B S"]]],
+    places: Places,
+    sources: Sequence[tuple[KeyValue, Places]],
     window: Int[Array, ""] | int | None,
 ) -> Float[Array, "B T H Q"]:
     """Returns attention of q over all sources, a block of queries at a time."""
@@ -139,18 +152,18 @@ def attend_in_blocks(
     block = max(LEAST_BLOCK, SCORES // (B * H * keys))
 
     def part(args):
-        q, positions = args
-        return joint_attention(q, [Source(kv, visibility(positions, at, window)) for kv, at in sources])
+        q, places = args
+        return joint_attention(q, [Source(kv, visibility(places, at, window)) for kv, at in sources])
 
     if block >= T:
-        return part((q, positions))
+        return part((q, places))
     blocks = -(-T // block)
     padding = blocks * block - T
     q = jnp.pad(q, [(0, 0), (0, padding), (0, 0), (0, 0)])
-    positions = jnp.pad(positions, [(0, 0), (0, padding)], constant_values=-1)
+    places = jax.tree.map(lambda a: jnp.pad(a, [(0, 0), (0, padding)], constant_values=-1), places)
     split = lambda x: x.reshape(B, blocks, block, *x.shape[2:]).swapaxes(0, 1)
     # The checkpoint keeps the backward pass memory-linear: scores are computed again, not saved.
-    y = jax.lax.map(jax.checkpoint(part), (split(q), split(positions)))
+    y = jax.lax.map(jax.checkpoint(part), jax.tree.map(split, (q, places)))
     return y.swapaxes(0, 1).reshape(B, blocks * block, *q.shape[2:])[:, :T]
 
 

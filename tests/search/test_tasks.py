@@ -19,29 +19,22 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlayers import DecoderConfig, embed, generate, init, load, run, score
-from jaxlayers.execute.rows import positions_of
-from jaxlayers.generate.decode import right_padded
 from jaxlayers.program import identity
 from jaxlayers.search import tasks as module
-from jaxlayers.search.tasks import (
-    KINDS,
-    SPLITS,
+from jaxlayers.search.answers import (
     Prepared,
     Reading,
-    Task,
-    answer_correct,
     best_choice,
-    content_split,
     continuations,
+    decide,
     details_of,
     in_word,
     is_right,
-    make_tasks,
     prepare,
-    read_answer,
-    read_tasks,
-    write_tasks,
+    read_answers,
 )
+from jaxlayers.search.made_tasks import KINDS, SPLITS, content_split, make_tasks
+from jaxlayers.search.tasks import Task, read_tasks, write_tasks
 from jaxlayers.weights.tokenizer import Tokenizer
 
 # A vocabulary in which words and numbers have several tokens; ids are places in this list.
@@ -74,22 +67,22 @@ def mask():
 
 
 @jax.jit
-def readings(decoder, tokens, details):
-    real = tokens >= 0
-    program = identity(decoder.config.layers)
-    h = run(decoder, embed(decoder, jnp.maximum(tokens, 0)), program, positions_of(real)).h
-    return read_answer(decoder, h, details, mask())
+def readings(decoder, tokens, positions, branch, details):
+    h = run(decoder, embed(decoder, tokens), identity(decoder.config.layers), positions, branch=branch).h
+    return read_answers(decoder, h, details, mask())
 
 
-def read_all(decoder, prepared, width=6):
-    """The reading of every row of the tasks, from one padded batch."""
-    rows = [row for one in prepared for row in one.rows]
-    details = [part for one in prepared for part in details_of(one, width)]
-    spare = -len(rows) % 128  # one shape for all, so that one compilation serves
-    tokens, real = right_padded(rows + rows[-1:] * spare, LIMIT)
-    details += details[-1:] * spare
-    found = readings(decoder, np.where(real, tokens, -1), jax.tree.map(lambda *a: np.stack(a), *details))
-    return [jax.tree.map(lambda a, i=i: np.asarray(a)[i], found) for i in range(len(rows))]
+def read_all(decoder, prepared):
+    """The reading of every task, from one padded batch."""
+    prepared = prepared + prepared[-1:] * (-len(prepared) % 128)  # few shapes, so that few are compiled
+    padded = lambda row, fill: row + [fill] * (LIMIT - len(row))
+    arrays = [
+        np.asarray([padded(row(each), fill) for each in prepared])
+        for row, fill in ((lambda e: e.tokens, 0), (lambda e: e.positions, -1), (lambda e: e.branch, 0))
+    ]
+    details = jax.tree.map(lambda *a: np.stack(a), *details_of(prepared))
+    found = readings(decoder, *arrays, details)
+    return [jax.tree.map(lambda a, i=i: np.asarray(a)[i], found) for i in range(len(prepared))]
 
 
 # Teacher forcing and greedy decoding.
@@ -122,10 +115,10 @@ def test_one_pass_decides_what_greedy_decoding_decides():
                 goes_on = in_word(text[-1]) and VOCABULARY[greedy[len(answer)]] in CONTINUING
                 expected.append((begins, begins and not goes_on))
         for one, reading, (begins, right) in zip(
-            prepared, read_all(decoder, prepared), expected, strict=True
+            prepared, read_all(decoder, prepared), expected, strict=False
         ):
-            assert bool(reading.correct) == is_right(one, [reading]) == right
-            assert reading.length == len(one.answers[0])
+            assert bool(reading.correct[0]) == is_right(one, reading) == right
+            assert reading.length[0] == len(one.answers[0])
             found[begins, right] += 1
     # Right answers, wrong ones, and those that the model begins with but does not end there.
     assert len(found) == 3 and min(found.values()) >= 5, found
@@ -135,12 +128,22 @@ def test_log_likelihoods_are_those_of_score():
     decoder, tokenizer = tiny_decoder(3), tiny_tokenizer()
     one = prepare(Task("t", "12 a", " ab", (" ab", "1", "21,a", ".")), tokenizer, 64)
     expected = score(decoder, one.prompt, one.answers)
-    found = read_all(decoder, [one])
-    np.testing.assert_allclose([reading.logprob for reading in found], expected, rtol=1e-5)
-    assert [int(reading.length) for reading in found] == [len(answer) for answer in one.answers]
+    other = prepare(Task("u", "1", "12", ("12", ".", "3", "b", "a,a,")), tokenizer, 64)
+    found, more = read_all(decoder, [one, other])[:2]
+    np.testing.assert_allclose(found.logprob[:4], expected, rtol=1e-5)
+    np.testing.assert_allclose(more.logprob, score(decoder, other.prompt, other.answers), rtol=1e-5)
+    assert found.length.tolist() == [*(len(answer) for answer in one.answers), 0]
     plain, per_token = best_choice(expected, [len(answer) for answer in one.answers])
     assert is_right(one, found) == (plain == 0)
     assert is_right(one, found, per_token=True) == (per_token == 0)
+
+
+def decided(answer, logits):
+    """Whether logits that follow the prompt decide for the answer, a text or ids."""
+    ids = tiny_tokenizer().encode(answer, special=False) if isinstance(answer, str) else answer
+    (details,) = details_of([Prepared(Task("t", "a", str(answer)), (5,), (tuple(ids),), 0)])
+    batch = jax.tree.map(lambda a: a[None], details)
+    return bool(jax.jit(decide)(logits[None], batch, mask()).correct[0, 0])
 
 
 def logits_that_say(ids):
@@ -166,11 +169,9 @@ def logits_that_say(ids):
     ],
 )
 def test_an_answer_ends_where_a_word_or_number_ends(answer, said, correct):
-    tokenizer = tiny_tokenizer()
-    (detail,) = details_of(prepare(Task("t", "a", answer), tokenizer, 64), 3)
-    ids = [VOCABULARY.index(token) for token in said] + [VOCABULARY.index("1")] * (4 - len(said))
-    found = jax.jit(answer_correct)(logits_that_say(ids), detail.answer, detail.open, mask())
-    assert bool(found) == correct
+    said = [VOCABULARY.index(token) for token in said] + [VOCABULARY.index("1")] * 4
+    steps = len(tiny_tokenizer().encode(answer, special=False)) + 1
+    assert decided(answer, logits_that_say(said[:steps])) == correct
 
 
 def test_tokens_that_continue_a_word_begin_with_a_letter_digit_mark_or_underscore():
@@ -194,17 +195,19 @@ def test_a_decoder_that_drops_a_leading_space_does_not_make_a_word_of_it():
 
 
 def test_a_program_that_overflows_is_never_right():
-    nan = jnp.full((3, len(VOCABULARY)), jnp.nan)
-    answer = np.asarray([0, -1], np.int32)  # argmax of NaN is 0
-    assert not answer_correct(nan, answer, np.bool_(False), mask())
+    assert not decided([0], jnp.full((2, len(VOCABULARY)), jnp.nan))  # argmax of NaN is 0, its id
+    assert not decided("12", logits_that_say([4, 11]).at[1, 3].set(jnp.nan))
+    assert decided("12", logits_that_say([4, 11]))
     assert best_choice([np.nan, -1.0], [1, 1]) == (-1, -1)
     one = prepare(Task("t", "a", "1", ("1", "2")), tiny_tokenizer(), 64)
-    assert not is_right(one, [Reading(False, np.float32(np.nan), 1)] * 2)
+    assert not is_right(one, Reading([False] * 2, np.asarray([np.nan, -1]), np.asarray([1, 1])))
 
 
 def test_nan_behind_the_answer_does_not_matter():
-    logits = logits_that_say([4, 11, 1]).at[2].set(jnp.nan)  # padding of a longer answer's row
-    assert answer_correct(logits, np.asarray([4, -1], np.int32), np.bool_(True), mask())
+    long, short = (prepare(Task("t", "a", text), tiny_tokenizer(), 64) for text in ("1,2", "12"))
+    details = jax.tree.map(lambda *a: np.stack(a), *details_of([long, short]))
+    logits = jnp.stack([logits_that_say([1, 12, 2, 0]), logits_that_say([4, 11, 1, 1]).at[2:].set(jnp.nan)])
+    assert decide(logits, details, mask()).correct.tolist() == [[True], [True]]
 
 
 def test_choices_by_likelihood_and_by_likelihood_per_token():
@@ -219,7 +222,7 @@ def test_a_task_that_does_not_fit_names_itself_and_its_line(tmp_path):
     tokenizer = tiny_tokenizer()
     write_tasks([Task("one", "a", "1"), Task("two", "1" * 30, "12,")], tmp_path / "t.jsonl")
     _, two = read_tasks(tmp_path / "t.jsonl")
-    assert len(prepare(two, tokenizer, 32).rows[0]) == 32
+    assert len(prepare(two, tokenizer, 32).tokens) == 32
     with pytest.raises(ValueError, match=r"task 'two' \(.*t\.jsonl, line 2\): a prompt of 30 tokens .* 31"):
         prepare(two, tokenizer, 31)
 
@@ -454,7 +457,9 @@ def test_prompts_are_short_for_smollm2():
     for task in made():
         prepared = prepare(task, model.tokenizer, model.decoder.config.context)
         assert len(prepared.prompt) <= 32 and max(map(len, prepared.answers)) <= 8, task
-        assert model.tokenizer.decode(prepared.rows[prepared.right]) == task.prompt + task.answer
+        assert model.tokenizer.decode([*prepared.prompt, *prepared.answers[prepared.right]]) == (
+            task.prompt + task.answer
+        )
     mask = continuations(model.tokenizer, model.decoder.config.vocab)
     for text, continuing in (("7", True), ("ing", True), (" the", False), ("\n", False), (".", False)):
         (id,) = model.tokenizer.encode(text)
