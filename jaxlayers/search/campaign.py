@@ -22,9 +22,10 @@ from jaxlayers.decoder.stack import Decoder, fastest_form
 from jaxlayers.execute.forest import Forest
 from jaxlayers.files import replacing
 from jaxlayers.program import WHOLE, Program
-from jaxlayers.program_text import Item
+from jaxlayers.program_text import Item, parse_items
 from jaxlayers.search.cola import Ids, Random, Settings, Tree
 from jaxlayers.search.tasks import (
+    FIELDS,
     Prepared,
     Reading,
     Task,
@@ -34,12 +35,14 @@ from jaxlayers.search.tasks import (
     prepare,
     read_answer,
 )
+from jaxlayers.weights.strict import parse_json, quoted
 from jaxlayers.weights.tokenizer import Tokenizer
 
 GROUP = 16  # tasks whose trees advance together
 LEAVES = 8  # programs that a tree proposes in a round
 EPOCH = 10  # rounds between journal entries
 PACK = 16  # states in a call at most
+LONGEST_LINE = 1 << 26  # bytes of a search in a file
 LENGTHS = 16  # inputs are padded to multiples of this
 
 
@@ -96,7 +99,7 @@ class Found(NamedTuple):
         return front
 
     def record(self, depth: int) -> dict[str, Any]:
-        """Returns the search as a JSON-able record, programs as canonical text."""
+        """Returns the search as a JSON-able record that `read_found` reads, programs as canonical text."""
         line = lambda score: {
             "program": str(program_of(score.ids, depth)),
             "length": len(score.ids),
@@ -104,9 +107,7 @@ class Found(NamedTuple):
             "logprob": score.logprob if np.isfinite(score.logprob) else None,
         }
         return {
-            "id": self.task.id,
-            "kind": self.task.kind,
-            "level": self.task.level,
+            **{name: getattr(self.task, name) for name in FIELDS},
             "condition": self.condition,
             "base": line(self.scores[0]),
             "shortest": line(self.shortest) if self.shortest else None,
@@ -323,6 +324,69 @@ def write_found(found: Sequence[Found], path: Path, campaign: Campaign) -> None:
         ) from error
     if campaign.journal:
         campaign.journal.path.unlink(missing_ok=True)
+
+
+def read_found(path: str | os.PathLike[str]) -> list[Found]:
+    """Returns the searches in a file of `write_found`; log-likelihoods that are not finite become NaN.
+
+    Each begins with the plain model, which tells the depth. Raises ValueError in one sentence with file and
+    line for what is no search, one that stands twice, and models of two depths; OSError where the file cannot
+    be read.
+    """
+    name, found, lines, depth = os.fspath(path), [], {}, 0
+    try:
+        with open(path, "rb") as file:
+            # A limit, because a device file may never end a line.
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+                where = f"{name}, line {number}"
+                if len(line) > LONGEST_LINE:
+                    raise ValueError(f"{where} is longer than {LONGEST_LINE} bytes; is it a search?")
+                each = _parse_found(line, where)
+                key, layers = (each.task.id, each.condition), len(each.scores[0].ids)
+                if lines.setdefault(key, number) != number:
+                    raise ValueError(
+                        f"{where}: the search {quoted(each.condition)} for the task {quoted(each.task.id)} "
+                        f"stands in line {lines[key]} too."
+                    )
+                depth = depth or layers
+                if layers != depth:
+                    raise ValueError(f"{where} is of a model of {layers} layers, those before of {depth}.")
+                found.append(each)
+    except OSError as error:
+        raise type(error)(f"cannot read the searches in {name}: {error.strerror}.") from error
+    if not found:
+        raise ValueError(f"{name} holds no search; `jaxlayers search --out FILE` writes such a file.")
+    return found
+
+
+def _parse_found(line: bytes, where: str) -> Found:
+    record = parse_json(line, where)
+    try:
+        fields = {name: record[name] for name in FIELDS}
+        task = Task(**fields | {"choices": tuple(fields["choices"])}, where=where)
+        depth = record["base"]["length"]
+        scores = [_parse_score(each, depth) for each in record["programs"]]
+        if not scores or list(scores[0].ids) != list(range(len(scores[0].ids))):
+            raise ValueError("the first of its programs is not the plain model")
+        if len(scores[0].ids) != depth or not isinstance(record["condition"], str):
+            raise TypeError
+        return Found(task, record["condition"], scores)
+    except KeyError as error:
+        raise ValueError(f"{where}: the field {error.args[0]} is missing.") from None
+    except TypeError:
+        raise ValueError(f"{where} is no search: a field is not of the type that is written.") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {str(error).rstrip('.')}.") from None
+
+
+def _parse_score(line: dict[str, Any], depth: int) -> Score:
+    items = parse_items(line["program"], depth)
+    ids = tuple(item.lanes[0][0][0] for item in items)
+    if any(item._replace(at=0) != Item((((layer, WHOLE),),)) for item, layer in zip(items, ids, strict=True)):
+        raise ValueError(f"the program {quoted(line['program'])} is not whole layers in order")
+    if type(line["right"]) is not bool:
+        raise TypeError
+    return Score(ids, line["right"], np.nan if line["logprob"] is None else float(line["logprob"]))
 
 
 class Journal:
