@@ -182,6 +182,7 @@ def search(args: Args) -> Result:
         report.show(result)
         note(args, f"wrote {args.out}" if complete else "interrupted; the same command goes on from here")
     save(search_figure(found, campaign.depth), picture)
+    note(args, f"drew {picture}")
     return report.plain(result) | {
         "complete": complete,
         "out": str(args.out),
@@ -203,7 +204,7 @@ def report(args: Args) -> Result:
     if not args.json:
         report.show(result)
     save(search_figure(found, depth=len(found[0].scores[0].ids)), picture)
-    note(args, f"wrote {picture}")
+    note(args, f"drew {picture}")
     return report.plain(result) | {"picture": str(picture)}
 
 
