@@ -1,4 +1,4 @@
-"""What commands print, notes, progress, tables, and the pictures they write."""
+"""What commands print (notes, progress, tables), and the pictures they write."""
 
 import argparse
 import contextlib

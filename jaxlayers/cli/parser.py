@@ -146,7 +146,6 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="search with skips only and loops only, too, and run random programs and shuffled answers",
     )
-
     sub.add_argument("--picture", type=Path, metavar="FILE", help=f"{PICTURE} of --out")
 
     sub = command(
