@@ -317,3 +317,28 @@ def test_tasks_and_search(result, tiny_folder, tmp_path):
     assert list(found["conditions"]) == ["cola", "skip", "loop", "random", "shuffled"]
     assert len(out.read_text().splitlines()) == 2 * 5
     assert [each.name for each in tmp_path.glob("*.journal")] == []
+    assert found["picture"] == str(tmp_path / "found.png")
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    again = result("report", out, "--picture", tmp_path / "again.svg")
+    assert (again["conditions"], again["cola_less"]) == (found["conditions"], found["cola_less"])
+    assert b"<svg" in (tmp_path / "again.svg").read_bytes()
+
+
+def test_an_interrupted_search_draws_what_it_found(cli, tiny_folder, tmp_path, monkeypatch):
+    from jaxlayers.search import campaign
+
+    def scored(done, total):
+        if done == 6:  # the second group's first programs
+            raise KeyboardInterrupt
+
+    made = campaign.Campaign.__init__
+    monkeypatch.setattr(campaign, "GROUP", 1)
+    monkeypatch.setattr(
+        campaign.Campaign, "__init__", lambda *given, report, **more: made(*given, report=scored, **more)
+    )
+    tasks = tmp_path / "tasks.jsonl"
+    lines = [{"id": str(i), "prompt": "the and", "answer": answer} for i, answer in enumerate(["in", "q"])]
+    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cli("search", tiny_folder, "--tasks", tasks, "--out", tmp_path / "found.jsonl", "--simulations", "5")
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "found.jsonl").exists()

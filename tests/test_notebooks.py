@@ -37,5 +37,7 @@ def test_notebook_runs(path, monkeypatch, tmp_path):
     printed = "".join(out.text for out in streams if out.name == "stdout")
     counts = {line for line in printed.splitlines() if line.startswith("compilations:")}
     assert counts <= {"compilations: 1"}
+    shown = [out.data for cell in notebook.cells for out in cell.get("outputs", []) if "data" in out]
+    assert all("image/png" in data for data in shown if data["text/plain"].startswith("<Figure"))
     warnings = "".join(out.text for out in streams if out.name == "stderr")
     assert warnings == ""

@@ -1,14 +1,20 @@
 """Pictures hold what was given; how they look is for eyes."""
 
 import io
+import itertools
 
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.collections import PathCollection
+from matplotlib.collections import PathCollection, QuadMesh
 
 from jaxlayers.demo import programs
-from jaxlayers.plot import demo_figure, program_figure
+from jaxlayers.plot import demo_figure, program_figure, search_figure
 from jaxlayers.program import Program
+from jaxlayers.search.cola import Random, Settings
+from jaxlayers.search.found import Found, Score
+from jaxlayers.search.report import share
+from jaxlayers.search.tasks import Task
 
 
 def results(depth: int = 6, change: float = 1.0) -> dict:
@@ -60,3 +66,84 @@ def test_program_figure_marks_every_visit():
     assert "Newton iteration" in names
     assert "attention only" in names
     assert any(name.startswith("scaled") for name in names)
+
+
+def searched(id: str, kind: str, condition: str, *programs: tuple[tuple[int, ...], bool]) -> Found:
+    return Found(Task(id, "p", "a", kind=kind), condition, [Score(*program, -1.0) for program in programs])
+
+
+FULL = (0, 1, 2, 3)
+FOUND = [
+    searched("a", "x", "cola", (FULL, True), ((0, 3), True), ((0, 1), False)),
+    searched("b", "y", "cola", (FULL, False), ((0, 1, 1, 1, 1, 2, 3), True)),
+    searched("c", "y", "cola", (FULL, False), ((3,), False)),
+    searched("d", "x", "cola", (FULL, True), ((0,), False)),
+    searched("a", "x", "shuffled", (FULL, False), ((0, 1, 2), True)),
+    searched("b", "y", "shuffled", (FULL, False)),
+    searched("c", "y", "shuffled", (FULL, False)),
+    searched("d", "x", "shuffled", (FULL, False)),
+]
+
+
+def test_search_figure_draws_what_was_found():
+    figure = search_figure(FOUND, 4)
+    figure.savefig(io.BytesIO(), format="png")
+
+    layers = axes_titled(figure, "each layer")
+    drawn = {line.get_label(): list(line.get_ydata()) for line in layers.lines}
+    assert drawn["all 9 programs tried"] == pytest.approx([8 / 9, 9 / 9, 5 / 9, 7 / 9])
+    assert drawn["shortest right programs of 3 tasks"] == pytest.approx([1, 5 / 3, 2 / 3, 1])
+
+    lengths = axes_titled(figure, "How short")
+    drawn = {line.get_label(): list(line.get_ydata()) for line in lengths.lines}
+    assert drawn["CoLa"] == [0, 0, 0.25, 0.25, 0.5, 0.5, 0.5, 0.75]
+    assert drawn["shuffled"] == [0, 0, 0, 0.25, 0.25, 0.25, 0.25, 0.25]
+    plain = next(line for line in lengths.lines if line.get_label() == "plain")
+    assert (list(plain.get_xdata()), list(plain.get_ydata())) == ([4], [0.5])
+
+    cells = axes_titled(figure, "Shortest right programs: CoLa, 3 of 4 tasks")
+    mesh = next(each for each in cells.collections if isinstance(each, QuadMesh))
+    assert mesh.get_array().tolist() == [[1, 0, 0, 1], [1, 1, 1, 1], [1, 3, 1, 1]]
+    assert [label.get_text() for label in cells.get_yticklabels()] == ["a", "d", "b"]
+    assert [text.get_text() for text in cells.texts] == ["2", "4", "7"]
+
+    shares = axes_titled(figure, "what the controls find")
+    assert [label.get_text() for label in shares.get_yticklabels()] == [
+        "all\n4 tasks",
+        "x\n2 tasks",
+        "y\n2 tasks",
+    ]
+    points = [line.get_xdata()[0] for line in shares.lines if line.get_marker() in ("s", "o")]
+    assert points == [0.5, 0.75, 0.25, 1, 1, 0.5, 0, 0.5, 0]
+    assert list(shares.lines[0].get_xdata()) == list(share([True, False, False, True])[1:3])
+    assert [text.get_text() for text in shares.texts][:3] == ["2 of 4", "3 of 4", "1 of 4"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "depth, tasks, names, every",
+    [
+        (2, 1, ["cola"], 2),
+        (80, 20, ["cola"], 5),
+        (30, 100, ["cola", "skip", "loop", "random", "shuffled"], 3),
+        (12, 3, ["cola", "random"], 10**6),  # none right
+        (1, 2, ["shuffled"], 1),
+        (4, 40, ["of my own"], 2),
+    ],
+)
+def test_search_figure_has_room_for_few_and_many(depth, tasks, names, every):
+    right = itertools.count(1)
+    found = []
+    for name, task in itertools.product(names, range(tasks)):
+        tried = Random(depth, Settings(4), np.random.default_rng(task)).propose(4)
+        found.append(
+            searched(f"{task}", f"$kind_{task % 9}", name, *((p, next(right) % every == 0) for p in tried))
+        )
+    figure = search_figure(found[: len(found) - tasks // 2], depth)  # the last condition is interrupted
+    figure.savefig(io.BytesIO(), format="png", dpi=40)
+    assert len(figure.axes) == 4
+
+
+def test_search_figure_needs_a_search():
+    with pytest.raises(ValueError, match="no search to draw"):
+        search_figure([], 4)

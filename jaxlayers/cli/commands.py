@@ -4,9 +4,7 @@ import sys
 import time
 
 from jaxlayers.cli.input import load_model, read_program, read_stdin, read_text
-from jaxlayers.cli.output import Args, Result, note, print_table, progress
-
-PICTURES = ".png", ".svg", ".pdf"
+from jaxlayers.cli.output import Args, Result, check_picture, note, picture_of, print_table, progress, save
 
 
 def evaluate(args: Args) -> Result:
@@ -80,15 +78,13 @@ def generate(args: Args) -> Result:
 
 
 def program(args: Args) -> Result:
-    if args.picture and args.picture.suffix.lower() not in PICTURES:
-        raise ValueError(f"--picture {str(args.picture)!r} must end in {', '.join(PICTURES)}.")
+    if args.picture:
+        check_picture(args.picture)
     found = read_program(args.program, args.depth)
     if args.picture:
-        from jaxlayers.files import replacing
         from jaxlayers.plot import program_figure
 
-        with replacing(args.picture) as temporary:
-            program_figure(found).savefig(temporary, format=args.picture.suffix[1:].lower())
+        save(program_figure(found), args.picture)
     if not args.json:
         print(found.describe())
     return {
@@ -146,6 +142,7 @@ def tasks(args: Args) -> Result:
 
 
 def search(args: Args) -> Result:
+    picture = picture_of(args, args.out)
     from jaxlayers.search.tasks import read_tasks
 
     asked = [task for task in read_tasks(args.tasks) if args.split in (None, task.split)][: args.limit]
@@ -154,6 +151,7 @@ def search(args: Args) -> Result:
     model = load_model(args)
 
     from jaxlayers.generate.text import tokenizer_of
+    from jaxlayers.plot import search_figure
     from jaxlayers.search import report
     from jaxlayers.search.campaign import Campaign, conditions
     from jaxlayers.search.found import write_found
@@ -186,13 +184,31 @@ def search(args: Args) -> Result:
     if not args.json:
         report.show(result)
         note(args, f"wrote {args.out}" if complete else "interrupted; the same command goes on from here")
+    save(search_figure(found, campaign.depth), picture)
+    note(args, f"drew {picture}")
     return report.plain(result) | {
         "complete": complete,
         "out": str(args.out),
+        "picture": str(picture),
         "visits": campaign.visits,
         "visits_alone": campaign.lengths,
         "seconds": time.perf_counter() - start,
     }
+
+
+def report(args: Args) -> Result:
+    picture = picture_of(args, args.found)
+    from jaxlayers.plot import search_figure
+    from jaxlayers.search import report
+    from jaxlayers.search.found import read_found
+
+    found = read_found(args.found)
+    result = report.summary(found)
+    if not args.json:
+        report.show(result)
+    save(search_figure(found, depth=len(found[0].scores[0].ids)), picture)
+    note(args, f"drew {picture}")
+    return report.plain(result) | {"picture": str(picture)}
 
 
 def demo(args: Args) -> Result:

@@ -1,12 +1,19 @@
-"""What commands print: notes, progress, tables."""
+"""What commands print (notes, progress, tables), and the pictures they write."""
 
 import argparse
 import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from jaxlayers.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PICTURES = ".png", ".svg", ".pdf"
 Args = argparse.Namespace
 Result = dict[str, Any]
 
@@ -33,6 +40,27 @@ def progress(args: Args, text: str) -> Iterator[Callable[[int, int], None] | Non
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def check_picture(path: Path) -> None:
+    """Raises ValueError where the name of a picture is not that of a format it can be written in."""
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"--picture {str(path)!r} must end in {', '.join(PICTURES)}.")
+
+
+def picture_of(args: Args, beside: Path) -> Path:
+    """Returns where the picture of the results in `beside` goes: --picture, else the same name with .png."""
+    path = args.picture or beside.with_suffix(".png")
+    check_picture(path)
+    if path == beside:
+        raise ValueError(f"the picture would replace the results in {str(path)!r}; name it with --picture.")
+    return path
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Writes a picture, whole or not at all."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:].lower())
 
 
 def print_table(args: Args, result: Result, digits: int = 6) -> None:

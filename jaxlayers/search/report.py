@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxlayers.search.campaign import Found
+from jaxlayers.search.found import Found
 
 RESAMPLES = 2000
 ALL = "all"

@@ -1,6 +1,7 @@
 """Searches of many tasks: equal to each program alone, and the same after any interruption."""
 
 import json
+import re
 
 import checkpoints
 import numpy as np
@@ -10,7 +11,7 @@ from jaxlayers.execute.rows import forward
 from jaxlayers.program import Program
 from jaxlayers.search import campaign as module
 from jaxlayers.search.campaign import Campaign, conditions, shuffled
-from jaxlayers.search.found import write_found
+from jaxlayers.search.found import Found, Score, read_found, write_found
 from jaxlayers.search.report import sentences, summary
 from jaxlayers.search.tasks import Task
 
@@ -63,6 +64,71 @@ def test_what_is_reported_follows_from_the_scores():
     assert lengths == sorted(set(lengths))
     record = each.record(4)
     assert record["base"]["program"] == "0-3" and len(record["programs"]) == len(each.scores)
+
+
+def in_file(path):
+    """Writes two searches of a model with four layers and returns them."""
+    choice = Task("b", "$ 'ä\n", " y", (" y", "z"), "kind", 2, "test")
+    scores = [
+        Score((0, 1, 2, 3), False, -1 / 3),
+        Score((0, 0, 0, 3, 2, 1), True, -1e-300),
+        Score((3,), False, -0.0),
+    ]
+    found = [Found(TASKS[0], "cola", scores), Found(choice, "of my own", scores[:1])]
+    write_found(found, path, 4)
+    return found
+
+
+def test_a_file_reads_back_as_what_was_found(tmp_path):
+    found = in_file(tmp_path / "found")
+    again = read_found(tmp_path / "found")
+    assert again == found
+    assert summary(again) == summary(found)
+
+
+@pytest.mark.parametrize(
+    "change, needle",
+    [
+        (lambda record: record.pop("prompt"), "the field prompt is missing"),
+        (lambda record: record.update(answer=""), "answer is empty"),
+        (lambda record: record.update(choices=3), "not of the type"),
+        (lambda record: record.update(base=None), "not of the type"),
+        (lambda record: record.update(condition=3), "not of the type"),
+        (lambda record: record.update(programs=[]), "not the plain model"),
+        (lambda record: record["programs"].pop(0), "not the plain model"),
+        (lambda record: record["programs"][1].update(program="0-9"), "layer 9 does not exist"),
+        (lambda record: record["programs"][1].update(program="[0-1]"), "not whole layers in order"),
+        (lambda record: record["programs"][1].update(program="0a"), "not whole layers in order"),
+        (lambda record: record["programs"][1].update(right=1), "not of the type"),
+        (lambda record: record["programs"][1].pop("logprob"), "the field logprob is missing"),
+        (lambda record: record.update(base={"length": 3}, programs=record["programs"][:1]), "layer 3 does"),
+        (lambda record: record.update(base={"length": 5}), "not of the type"),
+        (lambda record: record.update(id="b", condition="of my own"), "stands in line 1 too"),
+        (lambda record: record.clear(), "the field id is missing"),
+    ],
+)
+def test_a_damaged_file_is_told_with_its_line(tmp_path, change, needle):
+    path = tmp_path / "found"
+    in_file(path)
+    first, second = path.read_text().splitlines()
+    record = json.loads(first) | {"id": "z"}
+    change(record)
+    path.write_text("\n".join([second, json.dumps(record), first]))
+    with pytest.raises(ValueError, match=re.escape(needle)) as told:
+        read_found(path)
+    assert f"{path}, line 2" in str(told.value) and str(told.value).endswith(".")
+
+
+def test_a_file_that_is_none_is_told(tmp_path):
+    path = tmp_path / "found"
+    path.write_text("")
+    with pytest.raises(ValueError, match="holds no search"):
+        read_found(path)
+    path.write_text("[")
+    with pytest.raises(ValueError, match="line 1 is not valid JSON"):
+        read_found(path)
+    with pytest.raises(OSError, match="cannot read the searches"):
+        read_found(tmp_path)
 
 
 def test_an_interrupted_search_goes_on_to_the_same_file(tmp_path):
