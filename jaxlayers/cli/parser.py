@@ -139,7 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--simulations", type=int, default=200, help="programs tried for a task (default 200)")
     sub.add_argument("--split", help="use only the tasks of this split: train, validation or test")
-    sub.add_argument("--limit", type=int, metavar="N", help="use only the first N tasks")
+    sub.add_argument("--limit", type=int, metavar="N", help="use only N tasks, spread over kinds and levels")
     sub.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
     sub.add_argument(
         "--controls",

@@ -6,9 +6,10 @@ makes some.
 """
 
 import dataclasses
+import itertools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jaxlayers.files import replacing
 from jaxlayers.weights.strict import parse_json, quoted
@@ -113,6 +114,18 @@ def _parse(line: bytes, where: str) -> Task:
         return Task(**fields, where=where)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def spread(tasks: Sequence[Task], count: int | None) -> list[Task]:
+    """Returns `count` of the tasks, or all, in their order and spread evenly over kinds and levels."""
+    if count is None:
+        return list(tasks)
+    by: dict[tuple[str, int], list[Task]] = {}
+    for task in tasks:
+        by.setdefault((task.kind, task.level), []).append(task)
+    rounds = itertools.zip_longest(*by.values())
+    chosen = [task.id for turn in rounds for task in turn if task is not None][: max(count, 0)]
+    return [task for task in tasks if task.id in set(chosen)]
 
 
 def write_tasks(tasks: Iterable[Task], path: str | os.PathLike[str]) -> None:
