@@ -36,6 +36,7 @@ class Context(NamedTuple):
     past: KeyValue | None = None  # what this visit wrote for earlier tokens
     past_positions: Int[Array, "B S"] | None = None  # -1 where nothing is written
     branch: Int[Array, "B T"] | None = None  # 0 is seen by all later tokens, any other by its own alone
+    rows: Int[Array, "N S"] | None = None  # where in the only row B = 1 each token of N sequences stands
 
 
 class Places(NamedTuple):
@@ -80,7 +81,8 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
         new = KeyValue(k.swapaxes(1, 2), v.swapaxes(1, 2))
-        y = causal_attention(q, new, ctx, self.window_kinds)
+        attend = causal_attention if ctx.rows is None else packed_attention
+        y = attend(q, new, ctx, self.window_kinds)
         return self.out(y.reshape(B, T, H * Q), out=jnp.float32), new
 
 
@@ -116,6 +118,25 @@ def causal_attention(
         return jax.lax.switch(ctx.window, branches, q, new)
 
     return jax.lax.platform_dependent(q, new, tpu=splash, default=blockwise)
+
+
+def packed_attention(
+    q: Float[Array, "1 T H Q"], new: KeyValue, ctx: Context, window_kinds: tuple[int | None, ...]
+) -> Float[Array, "1 T H Q"]:
+    """Returns the attention of N sequences whose T tokens stand in one row, each among its own.
+
+    `ctx.rows` says where each token of a sequence is; T stands for none. So everything but attention works on
+    tokens without padding.
+    """
+
+    def apart(a, fill=0):
+        return a[0].at[ctx.rows].get(mode="fill", fill_value=fill)
+
+    kv = KeyValue(*(apart(a.swapaxes(1, 2)).swapaxes(1, 2) for a in new))
+    branch = None if ctx.branch is None else apart(ctx.branch)
+    ctx_apart = ctx._replace(positions=apart(ctx.positions, -1), branch=branch, rows=None)
+    y = causal_attention(apart(q), kv, ctx_apart, window_kinds)
+    return jnp.zeros_like(q[0]).at[ctx.rows].set(y, mode="drop")[None]
 
 
 def window_width(

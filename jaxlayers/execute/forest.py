@@ -2,8 +2,8 @@
 
 The programs of an input form a trie whose edges are steps (a row, or a Newton row with its continuations). A
 node's state is the residual stream after its steps. Pending edges with the same step, of whatever input, are
-packed into one call. States live in one pool of fixed size; the least recently used go first, and what is
-needed again is computed again from the nearest state that is left.
+packed into one call, their tokens one behind another without padding. States live in one pool of fixed size;
+the least recently used go first, and what is needed again is computed again from the nearest state left.
 """
 
 import functools
@@ -22,6 +22,7 @@ from jaxlayers.execute.step import bucket, isolate
 from jaxlayers.program import Program
 from jaxlayers.program_text import Item
 
+SHORT = 16  # tokens that each input is counted for at least, to bound the inputs of a call
 Read = Callable[[Decoder, Float[Array, "N T D"], Any], Any]
 
 
@@ -39,33 +40,34 @@ class Node:
 
 
 class Forest:
-    """Runs programs over inputs of one padded length.
+    """Runs programs over inputs.
 
     Args:
       decoder: the model; on CPU the `per_layer` form is the faster.
-      length: tokens an input holds at most, T; shorter ones are padded behind.
+      length: tokens an input holds at most, T.
       read: makes results of final states: (decoder, states [N, T, D], details with a leading axis N) -> a
         tree of arrays with a leading axis N. It is compiled once for each function.
       budget: bytes for states; at least one state is kept.
-      pack: states worked on together at most, a power of two.
+      pack: tokens worked on together at most, or one input's.
 
     `visits` counts the visits executed, repeated ones after an eviction included.
     """
 
-    def __init__(self, decoder: Decoder, length: int, read: Read, budget: int = 1 << 30, pack: int = 16):
-        if length < 1 or pack < 1 or pack & (pack - 1):
-            raise ValueError(f"length {length} must be at least 1 and pack {pack} a power of two.")
+    def __init__(self, decoder: Decoder, length: int, read: Read, budget: int = 1 << 31, pack: int = 512):
+        if length < 1 or pack < 1:
+            raise ValueError(f"length {length} and pack {pack} must be at least 1.")
         self.decoder = decoder
         self.length = length
-        self.pack = pack
+        self.pack = max(pack, length)
+        self.most = max(self.pack // SHORT, 1)  # states in a call
         self.visits = 0
         width = decoder.config.embed
         dtype = jnp.promote_types(jax.tree.leaves(decoder.embedding)[0].dtype, jnp.float32)
         self.places = max(1, budget // (length * width * dtype.itemsize))
-        self._pool = jnp.zeros((self.places, length, width), dtype)
+        self._pool = jnp.zeros((self.places * length, width), dtype)
         self._free = list(range(self.places))
         self._resident: OrderedDict[Node, None] = OrderedDict()  # least recently used first
-        self._inputs = np.zeros((0, 3, length), np.int32)  # tokens, positions, branches
+        self._inputs: list[np.ndarray] = []  # tokens, positions and branches [3, T], without padding
         self._roots: list[Node] = []
         self._read = read
         self._isolated = functools.cache(lambda step: isolate(decoder, step))
@@ -87,14 +89,10 @@ class Forest:
         vocab = self.decoder.config.vocab
         if not all(0 <= token < vocab for token in tokens):
             raise ValueError(f"the input holds an id outside the vocabulary 0..{vocab - 1}.")
-        parts = (tokens, 0), (range(n) if positions is None else positions, -1), (branch or [0] * n, 0)
-        if any(len(part) != n for part, _ in parts):
+        positions, branch = positions or list(range(n)), branch or [0] * n
+        if not n == len(positions) == len(branch):
             raise ValueError(f"positions and branch must be given for each of the {n} tokens.")
-        padded = [
-            np.pad(np.asarray(part, np.int32), (0, self.length - n), constant_values=fill)
-            for part, fill in parts
-        ]
-        self._inputs = np.concatenate([self._inputs, np.stack(padded)[None]])
+        self._inputs.append(np.asarray([tokens, positions, branch], np.int32))
         self._roots.append(Node(len(self._roots), None, None))
         return len(self._roots) - 1
 
@@ -102,7 +100,7 @@ class Forest:
         """Forgets all inputs and states, as in a new forest; what was compiled stays."""
         self._free = list(range(self.places))
         self._resident.clear()
-        self._inputs = self._inputs[:0]
+        self._inputs.clear()
         self._roots.clear()
 
     def run(self, jobs: Sequence[tuple[int, Program, Any]]) -> list[Any]:
@@ -119,19 +117,38 @@ class Forest:
         wanted: dict[Node, None] = dict.fromkeys(readers)  # in order of the jobs; their states are to be read
         front = Frontier(wanted)
         while wanted:
-            pressed = self.places - len(front.waiting) < self.pack
+            pressed = self.places - len(front.waiting) < self.most
             if front.stale or pressed:
                 front = Frontier(wanted)
-            ready = [node for node in wanted if node.place is not None][: self.pack]
+            ready = self._readable(jobs, wanted, readers)
             # Reading waits for a full call too, as long as there is room.
-            if len(ready) == self.pack or (ready and (pressed or not front.edges)):
+            if len(ready) == self.most or (ready and (pressed or not front.edges)):
                 self._read_some(jobs, ready, readers, results)
                 for node in ready:
                     del wanted[node]
                     front.read(node)
             else:
-                self._compute(*front.choose(self.pack, pressed), front)
+                step, nodes = front.choose(pressed, self.most // 2)
+                self._compute(step, self._fitting(nodes), front)
         return results
+
+    def _readable(self, jobs, wanted, readers) -> list[Node]:
+        """Returns states to read in one call: those whose details have one shape, of which there are most."""
+        kinds: dict[Any, list[Node]] = defaultdict(list)
+        for node in wanted:
+            if node.place is not None:
+                kinds[_shapes(jobs[readers[node][0]][2])].append(node)
+        return max(kinds.values(), key=len, default=[])[: self.most]
+
+    def _fitting(self, nodes: Iterable[Node]) -> list[Node]:
+        """Returns the first of the nodes, as many as one call holds."""
+        kept, room = [], self.pack
+        for node in nodes:
+            room -= max(self._inputs[node.input].shape[1], SHORT)
+            if kept and (room < 0 or len(kept) == self.most):
+                break
+            kept.append(node)
+        return kept
 
     def _compute(self, step: Item | None, nodes: list[Node], front: "Frontier") -> None:
         places, kept = [], []
@@ -152,15 +169,12 @@ class Forest:
             front.stale = True
         else:
             sources = [0 if node.parent is None else node.parent.place for node in kept]
-        size = bucket(len(kept), self.pack)
-        pad = lambda values, fill: np.asarray([*values, *[fill] * (size - len(values))], np.int32)
-        tokens, positions, branch = self._inputs[pad([node.input for node in kept], 0)].swapaxes(0, 1)
-        target = pad(places, self.places)  # beyond the pool: dropped
+        packed, tokens, target, source = self._packed(kept, places, sources)
         if step is None:
-            self._pool = _embed(self.decoder, self._pool, tokens, target)
+            self._pool = _embed(self.decoder, self._pool, tokens[0], target)
         else:
             part, program = self._isolated(step)
-            self._pool = _advance(part, self._pool, positions, branch, program, pad(sources, 0), target)
+            self._pool = _advance(part, self._pool, tokens, program, packed, source, target)
             self.visits += program.visits * len(kept)
         for node, place in zip(kept, places, strict=True):
             node.place = place
@@ -169,15 +183,35 @@ class Forest:
                 self._resident.move_to_end(node.parent)
             front.done(node)
 
+    def _packed(self, nodes: list[Node], places: list[int], sources: list[int]):
+        """Returns where each token of the nodes stands in a call, the call's tokens, and in the pool."""
+        inputs = [self._inputs[node.input] for node in nodes]
+        lengths = [part.shape[1] for part in inputs]
+        size = call_size(max(sum(lengths), SHORT * len(nodes)), self.pack)
+        packed = np.full((max(size // SHORT, 1), self.length), size, np.int32)
+        tokens = np.zeros((3, size), np.int32)
+        tokens[1] = -1
+        source, target = np.zeros(size, np.int32), np.full(size, self.places * self.length, np.int32)
+        start = 0
+        for row, (part, n) in enumerate(zip(inputs, lengths, strict=True)):
+            here = slice(start, start + n)
+            packed[row, :n] = range(start, start + n)
+            tokens[:, here] = part
+            source[here] = sources[row] * self.length + np.arange(n)
+            target[here] = places[row] * self.length + np.arange(n)
+            start += n
+        return packed, tokens, target, source
+
     def _read_some(self, jobs, nodes, readers, results) -> None:
         pairs = [(node, number) for node in nodes for number in readers[node]]
-        for start in range(0, len(pairs), self.pack):
-            part = pairs[start : start + self.pack]
-            size = bucket(len(part), self.pack)
+        for start in range(0, len(pairs), self.most):
+            part = pairs[start : start + self.most]
+            size = bucket(len(part), self.most)
             part = part + [part[-1]] * (size - len(part))
             rows = np.asarray([node.place for node, _ in part], np.int32)
             details = jax.tree.map(lambda *a: np.stack(a), *[jobs[number][2] for _, number in part])
-            found = jax.tree.map(np.asarray, _final(self._read, self.decoder, self._pool, rows, details))
+            found = _final(self._read, self.length, self.decoder, self._pool, rows, details)
+            found = jax.tree.map(np.asarray, found)
             for i, (_, number) in enumerate(part):
                 results[number] = jax.tree.map(lambda a, i=i: a[i], found)
         for node in nodes:
@@ -220,15 +254,16 @@ class Frontier:
                     break
                 node = node.parent
 
-    def choose(self, most: int, pressed: bool) -> tuple[Item | None, list[Node]]:
-        """Returns a step and the nodes to reach by it in one call.
+    def choose(self, pressed: bool, enough: int) -> tuple[Item | None, Iterable[Node]]:
+        """Returns a step and the nodes to reach by it.
 
-        It is a step of the lowest layer that any node waits for: the others gain company by waiting, because
-        most programs climb. Where places run out it is the first job's, so that one always moves.
+        It is a step that enough nodes wait for, else that of the lowest layer: the others gain company by
+        waiting, because most programs climb. Where places run out it is the first job's, so that one always
+        moves.
         """
-        rank = lambda step: (_lowest(step), -len(self.edges[step]))
+        rank = lambda step: (len(self.edges[step]) < enough, _lowest(step))
         step = next(iter(self.edges)) if pressed else min(self.edges, key=rank)
-        return step, list(self.edges[step])[:most]
+        return step, self.edges[step]
 
     def done(self, node: Node) -> None:
         """Takes a computed node out; the needed ones after it come in."""
@@ -259,9 +294,19 @@ def _lowest(step: Item | None) -> int:
     return -1 if step is None else min(layer for lane in step.lanes for layer, _ in lane)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _final(read, decoder, pool, rows, details):
-    return read(decoder, pool[rows], details)
+def _shapes(details: Any) -> tuple:
+    return tuple(np.shape(a) for a in jax.tree.leaves(details))
+
+
+def call_size(n: int, most: int) -> int:
+    """Returns the least of the sizes 2^k and 3 2^k that holds n, at most `most`: few sizes are compiled."""
+    power = 1 << (n - 1).bit_length()
+    return min(3 * power // 4 if n <= 3 * power // 4 else power, most)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _final(read, length, decoder, pool, rows, details):
+    return read(decoder, pool.reshape(-1, length, pool.shape[1])[rows], details)
 
 
 @functools.partial(jax.jit, donate_argnames="pool")
@@ -272,12 +317,13 @@ def _embed(decoder, pool, tokens, target):
 @functools.partial(jax.jit, donate_argnames="pool")
 def _advance(
     decoder: Decoder,
-    pool: Float[Array, "P T D"],
-    positions: Int[Array, "N T"],
-    branch: Int[Array, "N T"],
+    pool: Float[Array, "P*T D"],
+    tokens: Int[Array, "3 S"],
     program: Program,
-    source: Int[Array, " N"],
-    target: Int[Array, " N"],
-) -> Float[Array, "P T D"]:
-    h = run(decoder, pool[source], program, positions, branch=branch).h
-    return pool.at[target].set(h, mode="drop")
+    packed: Int[Array, "N T"],
+    source: Int[Array, " S"],
+    target: Int[Array, " S"],
+) -> Float[Array, "P*T D"]:
+    _, positions, branch = tokens[:, None]
+    h = run(decoder, pool[source][None], program, positions, branch=branch, packed=packed).h
+    return pool.at[target].set(h[0], mode="drop")

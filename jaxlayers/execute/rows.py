@@ -71,6 +71,7 @@ def run(
     fresh: bool = False,
     active: Bool[Array, "R B"] | None = None,
     branch: Int[Array, "B T"] | None = None,
+    packed: Int[Array, "N S"] | None = None,
 ) -> Run:
     """Runs the rows of a program over a residual stream.
 
@@ -86,6 +87,8 @@ def run(
       active: which sequences each row is for, where they follow different programs; it passes by the rest.
       branch: 0 where a token is seen by all later ones of its sequence, b where by later ones of branch b
         alone: several continuations of one text in one sequence, their positions side by side.
+      packed: where in the only row, B = 1, each token of N sequences of up to S tokens stands, T for none:
+        sequences of different lengths run without padding.
 
     The carry is h and, in tables with lanes, the lane inputs of the row: a Newton iteration continues from
     them (h_l = h_{l-1} + r_l, with r_l at the previous iterate; J = I, arXiv 2605.17842), so that it is a row
@@ -93,12 +96,14 @@ def run(
     """
     program = as_program(program, decoder.config.layers)
     _check(decoder, program, cache, collect)
-    if branch is not None and cache is not None:
-        raise ValueError("branches have no place in a cache, whose tokens all later ones see; leave out one.")
+    if cache is not None and (branch is not None or packed is not None):
+        raise ValueError("branches and packed sequences have no place in a cache; leave out one.")
+    if packed is not None and h.shape[0] != 1:
+        raise ValueError(f"packed sequences stand in one row, not in {h.shape[0]}.")
     lanes = program.layer.shape[1]
     collect = None if collect is None else tuple(collect)
     past = cache is not None and not fresh
-    shared = context(decoder, positions, cache.positions if past else None, branch)
+    shared = context(decoder, positions, cache.positions if past else None, branch)._replace(rows=packed)
     windows = window_indices(decoder.config)
 
     # The steps take every array as an argument, because `once` differentiates them by a rule of its own.

@@ -91,9 +91,9 @@ def prepare(task: Task, tokenizer: Tokenizer, context: int) -> Prepared:
 
 def details_of(group: Sequence[Prepared]) -> list[Details]:
     """Returns the details of each task, all of one shape."""
-    M = max(states_read(each) for each in group)
-    C = max(len(each.answers) for each in group)
-    A = max(len(answer) for each in group for answer in each.answers)
+    M = max((states_read(each) for each in group), default=0)
+    C = max((len(each.answers) for each in group), default=0)
+    A = max((len(answer) for each in group for answer in each.answers), default=0)
     found = []
     for each in group:
         reads = [len(each.prompt) - 1]  # the state of the prompt's last token, then those of the answers'

@@ -22,6 +22,7 @@ import jaxlayers
 from jaxlayers.decoder.stack import Decoder, fastest_form
 from jaxlayers.execute.forest import Forest
 from jaxlayers.search.answers import (
+    Details,
     Prepared,
     continuations,
     details_of,
@@ -36,10 +37,10 @@ from jaxlayers.search.journal import Journal
 from jaxlayers.search.tasks import Task
 from jaxlayers.weights.tokenizer import Tokenizer
 
-GROUP = 16  # tasks whose trees advance together
+GROUP = 32  # tasks whose trees advance together
 LEAVES = 8  # programs that a tree proposes in a round
 EPOCH = 10  # rounds between journal entries
-PACK = 16  # states in a call at most
+PACK = 512  # tokens in a call at most
 LENGTHS = 8  # inputs are padded to multiples of this
 
 
@@ -118,7 +119,7 @@ class Campaign:
         seed: int = 0,
         journal: Path | None = None,
         per_token: bool = False,
-        budget: int = 1 << 30,
+        budget: int = 1 << 31,
         report: Callable[[int, int], None] | None = None,
     ):
         self.decoder = fastest_form(decoder)
@@ -226,7 +227,10 @@ class Campaign:
         """Returns the scores of some rounds, by task; the forest starts empty."""
         forest.clear()
         inputs = [forest.add(each.tokens, each.positions, each.branch) for each in group]
-        details = details_of(group)
+        details: dict[int, Details] = {}
+        for choices in (False, True):  # apart, because choices read more
+            places = [place for place, each in enumerate(group) if bool(each.task.choices) == choices]
+            details |= zip(places, details_of([group[place] for place in places]), strict=True)
         scores: list[list[Score]] = [[] for _ in group]
         for _ in range(EPOCH):
             asked = [(place, ids) for place, tree in enumerate(trees) for ids in tree.propose(LEAVES)]

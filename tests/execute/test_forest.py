@@ -46,7 +46,7 @@ def jobs_of(forest, inputs, texts):
 @pytest.mark.parametrize("places", [1, 2, 3, 5, 17, 1000])
 @pytest.mark.parametrize("form", [lambda d: d, per_layer], ids=["stacked", "per layer"])
 def test_any_budget_gives_what_each_program_gives_alone(places, form):
-    forest = Forest(form(DECODER), LENGTH, last_logits, budget=places * STATE, pack=4)
+    forest = Forest(form(DECODER), LENGTH, last_logits, budget=places * STATE, pack=40)
     assert forest.places == places
     jobs = jobs_of(forest, INPUTS, TEXTS)
     want = [wanted(tokens, text) for text in TEXTS for tokens in INPUTS]
@@ -58,7 +58,7 @@ def test_any_budget_gives_what_each_program_gives_alone(places, form):
 @given(
     programs=st.lists(st.lists(st.integers(0, DEPTH - 1), min_size=1, max_size=8), min_size=1, max_size=12),
     places=st.integers(1, 12),
-    pack=st.sampled_from([1, 4]),
+    pack=st.sampled_from([1, 40]),
 )
 def test_random_sequences_of_layers(programs, places, pack):
     forest = Forest(per_layer(DECODER), LENGTH, last_logits, budget=places * STATE, pack=pack)
@@ -68,13 +68,13 @@ def test_random_sequences_of_layers(programs, places, pack):
 
 
 def test_a_shared_prefix_runs_once():
-    forest = Forest(per_layer(DECODER), LENGTH, last_logits, pack=4)
+    forest = Forest(per_layer(DECODER), LENGTH, last_logits, pack=40)
     forest.run(jobs_of(forest, INPUTS[:1], ["0-3", "0-2", "0-1,3", "0-3,2"]))
     assert forest.visits == len(["0", "1", "2", "3", "3 after 1", "2 after 3"])
 
 
 def test_states_of_an_earlier_run_are_used_again():
-    forest = Forest(per_layer(DECODER), LENGTH, last_logits, pack=4)
+    forest = Forest(per_layer(DECODER), LENGTH, last_logits, pack=40)
     (job,) = jobs_of(forest, INPUTS[:1], ["0-3"])
     first = forest.run([job])
     forest.run([(job[0], Program.parse("0-3,0", DEPTH), job[2])])
@@ -84,7 +84,7 @@ def test_states_of_an_earlier_run_are_used_again():
 
 
 def test_clear_forgets():
-    forest = Forest(per_layer(DECODER), LENGTH, last_logits, pack=4)
+    forest = Forest(per_layer(DECODER), LENGTH, last_logits, pack=40)
     before = forest.run(jobs_of(forest, INPUTS, TEXTS))
     visits = forest.visits
     forest.clear()
