@@ -8,6 +8,7 @@ run the whole suite: one for the programs that run one layer after another, one 
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -304,7 +305,7 @@ def findings(results: Results) -> list[str]:
     said += [f'The paper\'s "{each["claim"]}" {_verdict(each, results)}.' for each in results["claims"]]
     said += _alone(results)
     if results["not_finite"]:
-        said.append(f"No finite loss, so left out above: {shorten(', '.join(results['not_finite']), 300)}.")
+        said.append(f"No finite loss, so left out above: {shorten('; '.join(results['not_finite']), 300)}.")
     return said
 
 
@@ -313,15 +314,13 @@ def _verdict(claim: dict[str, Any], results: Results) -> str:
     decided = len(holds) + len(fails)
     if not decided:
         return "cannot be told here"
+    said = f"holds here for {len(holds)} of {decided} size{'s' * (decided > 1)} of the middle"
     if not fails:
-        return f"holds here at all {decided} numbers of changed layers that can tell"
+        return said
     worst = {each["affected"]: each["worst_first"][0] for each in results["order"]}
     instead = " and ".join(NAMES[name] for name in dict.fromkeys(worst[size] for size in fails))
-    blame = f" ({instead} is the worst there)" if len(claim["than"]) > 1 else ""
-    where = shorten(", ".join(map(str, fails)), 80)
-    if not holds:
-        return f"holds here at none of {decided} numbers of changed layers{blame}"
-    return f"holds here at {len(holds)} of {decided} numbers of changed layers, not at {where}{blame}"
+    blame = f" (the worst there: {instead})" if len(claim["than"]) > 1 else ""
+    return f"{said}, not for {shorten(', '.join(map(str, fails)), 80)}{blame}"
 
 
 def _alone(results: Results) -> list[str]:
@@ -372,31 +371,36 @@ def show(results: Results) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     times = {1: "once", 2: "twice"}.get(results["compilations"], f"{results['compilations']} times")
     console.print(
         f"{results['layers']} layers, {results['tokens']} tokens of text, plain loss {results['nll']:.4f} "
-        f"nats/token. {results['programs_run']} different programs, compiled {times}.\n",
-        markup=False,
+        f"nats/token. {results['programs_run']} different programs, compiled {times}.\n"
     )
-    title = "Change of loss in nats/token by how many layers in the middle are changed"
-    table = Table(title=title, title_justify="left", show_edge=False)
+    console.print(
+        "Change of loss in nats/token by how many layers in the middle are changed (Random Order: the mean and "
+        f"range of {results['seeds']})\n"
+    )
+    table = Table(box=None, pad_edge=False)
     table.add_column("layers", justify="right")
     for name in results["interventions"]:
         table.add_column(NAMES[name].replace(" ", "\n"), justify="right")
         if name == "random":
-            table.add_column(f"its range in\n{results['seeds']} orders", justify="right")
+            table.add_column("range", justify="right", no_wrap=True)
     plain = results["nll"]
-    signed = lambda value: "not finite" if value is None else f"{round(value - plain, 3) + 0.0:+.3f}"
+
+    def signed(value: float | None, digits: int = 3) -> str:
+        return "NaN" if value is None else f"{round(value - plain, digits) + 0.0:+.{digits}f}"
+
     for number, size in enumerate(sizes(results["layers"])):
         cells = [str(size)]
         for name, curve in results["interventions"].items():
             point = curve[number]
             cells.append(signed(point["nll"]))
             if name == "random":
-                cells.append(f"{signed(point['low'])} .. {signed(point['high'])}" if point["nll"] else "")
+                cells.append(f"{signed(point['low'], 2)}..{signed(point['high'], 2)}")
         table.add_row(*cells)
     console.print(table)
     console.print()
     for line in results["findings"]:
-        console.print(f"- {line}", markup=False)
+        console.print(f"- {line}")

@@ -63,7 +63,7 @@ def _draw_curves(axes: Axes, results: dict[str, Any]) -> None:
             y,
             color=_COLOURS[name],
             marker=_MARKERS[name],
-            markersize=7,
+            markersize=6 if name == "random" else 8,
             linewidth=1.8,
             markeredgecolor="white",
             label=NAMES[name],
@@ -79,7 +79,7 @@ def _draw_curves(axes: Axes, results: dict[str, Any]) -> None:
         axes.text(
             0.005,
             guessing,
-            "guessing: all tokens equally likely",
+            "as bad as guessing",
             transform=axes.get_yaxis_transform(),
             va="bottom",
             fontsize=10,
@@ -91,19 +91,28 @@ def _draw_curves(axes: Axes, results: dict[str, Any]) -> None:
     axes.set_ylim(min(-0.02, 1.3 * min(seen)), max(0.2, 1.35 * max(seen)))
     loss_axis(axes, "y")
     plain_axes(axes, "both")
-    _label_ends(axes, ends, results["seeds"])
+    _label_ends(axes, ends)
+    axes.text(
+        0.985,
+        0.09,
+        f"band: the range of {results['seeds']} random orders",
+        transform=axes.transAxes,
+        ha="right",
+        fontsize=11,
+        color=_COLOURS["random"],
+    )
     axes.set_title(
-        "What changing the middle of the model costs, the first N and last N layers kept",
+        "What changing the middle of the model costs",
         loc="left",
         fontsize=13,
         fontweight="bold",
         color=INK,
     )
-    axes.set_xlabel("layers changed", fontsize=12)
+    axes.set_xlabel("layers changed in the middle (as many are kept before as after)", fontsize=12)
     axes.set_ylabel("change of loss (nats/token)", fontsize=12)
 
 
-def _label_ends(axes: Axes, ends: dict[str, tuple[float, float]], seeds: int) -> None:
+def _label_ends(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:
     """Writes the names of the curves to the right of where they end, apart from each other."""
     scale = axes.yaxis.get_transform().transform
     bottom, top = scale(np.asarray(axes.get_ylim()))
@@ -112,9 +121,8 @@ def _label_ends(axes: Axes, ends: dict[str, tuple[float, float]], seeds: int) ->
     }
     names = sorted(heights, key=heights.__getitem__)
     for name, height in zip(names, _apart([heights[name] for name in names], 0.055), strict=True):
-        label = f"{NAMES[name]}\n(mean, range of {seeds})" if name == "random" else NAMES[name]
         axes.annotate(
-            label if seeds > 1 else NAMES[name],
+            NAMES[name],
             xy=ends[name],
             xytext=(1.04, height),
             textcoords="axes fraction",
@@ -123,16 +131,22 @@ def _label_ends(axes: Axes, ends: dict[str, tuple[float, float]], seeds: int) ->
             fontweight="bold",
             color=_COLOURS[name],
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": _COLOURS[name], "alpha": 0.5, "shrinkB": 6},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": _COLOURS[name],
+                "alpha": 0.5,
+                "shrinkB": 6,
+                "relpos": (0, 0.5),
+            },
         )
 
 
 def _apart(heights: Sequence[float], least: float) -> list[float]:
-    """Returns ascending heights moved as little as needed to be `least` apart within 0..1."""
+    """Returns ascending heights moved as little as needed to be `least` apart below the top."""
     moved = list(heights)
     for i in range(1, len(moved)):
         moved[i] = max(moved[i], moved[i - 1] + least)
-    limit = 1.0
+    limit = 0.97
     for i in reversed(range(len(moved))):
         moved[i] = min(moved[i], limit)
         limit = moved[i] - least
@@ -187,7 +201,7 @@ def _draw_layers(axes: Axes, results: dict[str, Any]) -> None:
         seen += [*y[np.isfinite(y)]]
     axes.legend(frameon=False, fontsize=12, loc="upper right")
     axes.set_title(
-        "What one layer, and one order of two layers, is worth",
+        "What each layer, and the order of each two, is worth",
         loc="left",
         fontsize=13,
         fontweight="bold",
