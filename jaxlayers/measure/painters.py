@@ -378,8 +378,8 @@ def show(results: Results) -> None:
         f"nats/token. {results['programs_run']} different programs, compiled {times}.\n"
     )
     console.print(
-        "Change of loss in nats/token by how many layers in the middle are changed (Random Order: the mean and "
-        f"range of {results['seeds']})\n"
+        "Change of loss in nats/token by how many layers in the middle are changed\n"
+        f"(Random Order: mean and range of {results['seeds']})\n"
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("layers", justify="right")
