@@ -182,5 +182,7 @@ def test_painters_figure_draws_every_number(depth, change):
         assert drawn[name] == pytest.approx(expected, nan_ok=True)
     low, high = axes.get_ylim()
     assert all(low <= y <= high for name in NAMES.values() for y in drawn[name] if y == y)
-    alone = {line.get_label(): list(line.get_ydata()) for line in axes_titled(figure, "one layer").lines}
+    alone = {
+        line.get_label(): list(line.get_ydata()) for line in axes_titled(figure, "order of each two").lines
+    }
     assert alone["layer deleted"] == pytest.approx([change * layer for layer in range(depth)])

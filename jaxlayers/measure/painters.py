@@ -239,11 +239,15 @@ def _whole(reduce: Callable[..., Any], values: Sequence[float | None]) -> float 
 # --- what the numbers say -----------------------------------------------------------------------------------
 
 
-def change(results: Results, name: str) -> dict[int, float | None]:
+def change(results: Results, name: str) -> dict[int, float]:
     """Returns by how much an intervention changes the loss, by the number of layers it changes."""
-    plain = results["nll"]
     points = results["interventions"][name]
-    return {p["affected"]: None if p["nll"] is None else p["nll"] - plain for p in points}
+    return {point["affected"]: _cost(point, results) for point in points}
+
+
+def _cost(reading: dict[str, Any], results: Results) -> float:
+    """Returns the loss of a reading less that of the plain model, NaN where it is not finite."""
+    return math.nan if reading["nll"] is None else reading["nll"] - results["nll"]
 
 
 def order(results: Results) -> list[dict[str, Any]]:
@@ -254,7 +258,7 @@ def order(results: Results) -> list[dict[str, Any]]:
     curves = {name: change(results, name) for name in results["interventions"]}
     found = []
     for size in sizes(results["layers"]):
-        known = {name: curve[size] for name, curve in curves.items() if curve[size] is not None}
+        known = {name: curve[size] for name, curve in curves.items() if math.isfinite(curve[size])}
         found.append({"affected": size, "worst_first": sorted(known, key=lambda name: -known[name])})
     return found
 
@@ -276,8 +280,8 @@ def claims(results: Results) -> list[dict[str, Any]]:
         places: dict[str, list[int]] = {"holds": [], "fails": [], "open": []}
         for size in sizes(results["layers"]):
             losses = [curves[name][size] for name in (worse, *others)]
-            gap = None if None in losses else losses[0] - max(losses[1:])
-            verdict = "open" if gap is None or abs(gap) < TIE else "holds" if gap > 0 else "fails"
+            gap = losses[0] - np.max(losses[1:])  # NaN where one is
+            verdict = "holds" if gap >= TIE else "fails" if gap <= -TIE else "open"
             places[verdict].append(size)
         found.append({"claim": claim, "worse": worse, "than": others, **places})
     return found
@@ -325,16 +329,14 @@ def _verdict(claim: dict[str, Any], results: Results) -> str:
 
 def _alone(results: Results) -> list[str]:
     """Returns sentences about single layers and pairs."""
-    plain = results["nll"]
-    of = lambda key: [None if each["nll"] is None else each["nll"] - plain for each in results[key]]
-    deleted, swapped = of("delete"), of("swap")
+    deleted, swapped = ([_cost(each, results) for each in results[key]] for key in ("delete", "swap"))
     said = []
     told = (
         ("Deleting one layer", deleted, lambda layer: f"layer {layer}"),
         ("Swapping two neighbours", swapped, lambda layer: f"layers {layer} and {layer + 1}"),
     )
     for what, costs, name in told:
-        known = {place: cost for place, cost in enumerate(costs) if cost is not None}
+        known = {place: cost for place, cost in enumerate(costs) if math.isfinite(cost)}
         if known:
             most, least = max(known, key=known.__getitem__), min(known, key=known.__getitem__)
             cheap = sum(cost < CHEAP for cost in known.values())
@@ -342,8 +344,8 @@ def _alone(results: Results) -> list[str]:
                 f"{what} costs most at {name(most)} ({known[most]:+.3f}) and least at {name(least)} "
                 f"({known[least]:+.3f}); {cheap} of {len(known)} cost less than {CHEAP} nats/token."
             )
-    pairs = [(a, b, swap) for (a, b), swap in zip(itertools.pairwise(deleted), swapped, strict=True)]
-    known_pairs = [pair for pair in pairs if None not in pair]
+    pairs = zip(itertools.pairwise(deleted), swapped, strict=True)
+    known_pairs = [(a, b, swap) for (a, b), swap in pairs if math.isfinite(a + b + swap)]
     if known_pairs:
         fewer = sum(swap < min(a, b) for a, b, swap in known_pairs)
         said.append(
