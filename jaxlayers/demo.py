@@ -23,7 +23,7 @@ from rich.text import Text
 
 from jaxlayers.decoder.stack import Decoder, fastest_form
 from jaxlayers.evaluate import token_nll
-from jaxlayers.files import replacing
+from jaxlayers.files import new_folder, replacing
 from jaxlayers.generate import decode
 from jaxlayers.program import (
     Program,
@@ -82,7 +82,7 @@ def demo(
         raise ValueError(f"{model} has no tokenizer, so the demo cannot read a text; add its tokenizer.json.")
     if tokens < 2:
         raise ValueError(f"tokens must be at least 2, because the first is not predicted, not {tokens}.")
-    with _folder(out) as folder:  # before the work, because it fails sooner
+    with new_folder(out) as folder:  # before the work, because it fails sooner
         ids = tokenizer.encode(TEXT if text is None else text)[: min(tokens, decoder.config.context)]
         results = measure(decoder, ids, show=show)
         prompt = tokenizer.encode(PROMPT)
@@ -313,21 +313,6 @@ def report(results: dict[str, Any], console: Console) -> None:
     console.print(
         Text(f"\nPicture: {results['picture']} ({results['seconds']:.0f} s in all)"), soft_wrap=True
     )
-
-
-@contextlib.contextmanager
-def _folder(path: str | Path) -> Iterator[Path]:
-    """Makes a folder, and removes it again when the block fails and leaves it empty."""
-    folder = Path(path)
-    there = folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield folder
-    except BaseException:
-        if not there:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
 
 
 def _console(show: bool) -> Console:

@@ -75,9 +75,13 @@ def token_nll(
     decoder: Decoder, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], program: Program
 ) -> Float[Array, "B T-1"]:
     """Returns -log p(token t+1 | tokens 0..t) in nats, and 0 where token t+1 is padding."""
-    logprobs = jax.nn.log_softmax(forward(decoder, tokens, program, mask)[:, :-1], axis=-1)
-    chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.where(mask[:, 1:], -chosen, 0)
+    return jnp.where(mask[:, 1:], nll_of(forward(decoder, tokens, program, mask), tokens), 0)
+
+
+def nll_of(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
+    """Returns -log p(token t+1) in nats by the logits of token t."""
+    logprobs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
 
 
 def score(

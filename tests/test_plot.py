@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection, QuadMesh
 
 from jaxlayers.demo import programs
-from jaxlayers.plot import demo_figure, program_figure, search_figure
+from jaxlayers.measure.painters import NAMES, sizes
+from jaxlayers.plot import demo_figure, painters_figure, program_figure, search_figure
 from jaxlayers.program import Program
 from jaxlayers.search.cola import Random, Settings
 from jaxlayers.search.found import Found, Score
@@ -147,3 +149,40 @@ def test_search_figure_has_room_for_few_and_many(depth, tasks, names, every):
 def test_search_figure_needs_a_search():
     with pytest.raises(ValueError, match="no search to draw"):
         search_figure([], 4)
+
+
+@pytest.mark.parametrize("depth", [3, 4, 30])
+@pytest.mark.parametrize("change", [2.0, 0.0, -1e-3])
+def test_painters_figure_draws_every_number(depth, change):
+    def point(size: int, value: float | None) -> dict:
+        return {"affected": size, "nll": value, "low": value, "high": value}
+
+    curves = {
+        name: [point(size, 4 + change * size * place) for size in sizes(depth)]
+        for place, name in enumerate(NAMES)
+    }
+    curves["parallel"][-1] = point(sizes(depth)[-1], None)
+    given = {
+        "model": "tiny",
+        "layers": depth,
+        "tokens": 8,
+        "seeds": 2,
+        "vocabulary": 99,
+        "nll": 4.0,
+        "interventions": curves,
+        "delete": [{"nll": 4 + change * layer} for layer in range(depth)],
+        "swap": [{"nll": None if layer == 1 else 4 - change} for layer in range(depth - 1)],
+    }
+    figure = painters_figure(given)
+    figure.savefig(io.BytesIO(), format="png")
+    axes = axes_titled(figure, "changing the middle")
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    for key, name in NAMES.items():
+        expected = [math.nan if p["nll"] is None else p["nll"] - 4 for p in curves[key]]
+        assert drawn[name] == pytest.approx(expected, nan_ok=True)
+    low, high = axes.get_ylim()
+    assert all(low <= y <= high for name in NAMES.values() for y in drawn[name] if y == y)
+    alone = {
+        line.get_label(): list(line.get_ydata()) for line in axes_titled(figure, "order of each two").lines
+    }
+    assert alone["layer deleted"] == pytest.approx([change * layer for layer in range(depth)])

@@ -213,6 +213,37 @@ def report(args: Args) -> Result:
     return report.plain(result) | {"picture": str(picture)}
 
 
+def painters(args: Args) -> Result:
+    text = None if args.text is None else read_text(args.text)
+    if args.tokens < 2:
+        raise ValueError(f"--tokens must be at least 2, not {args.tokens}: the first token is not predicted.")
+    if args.seeds < 1:
+        raise ValueError(f"--seeds must be at least 1, not {args.seeds}: the random order needs one.")
+    model = load_model(args)
+
+    from jaxlayers.demo import TEXT
+    from jaxlayers.files import new_folder
+    from jaxlayers.generate.text import tokenizer_of
+    from jaxlayers.measure.painters import NUMBERS, PICTURE, painters, show, write
+
+    start = time.perf_counter()
+    ids = tokenizer_of(model).encode(TEXT if text is None else text)
+    ids = ids[: min(args.tokens, model.decoder.config.context)]
+    with new_folder(args.out) as folder:  # before the work, because it fails sooner
+        with progress(args, "running programs") as moved:
+            results = {"model": args.model, **painters(model.decoder, ids, args.seeds, moved)}
+        write(results, folder)
+    if not args.json:
+        show(results)
+    seconds = time.perf_counter() - start
+    note(args, f"wrote {args.out / NUMBERS} and {args.out / PICTURE} in {seconds:.0f} s")
+    measurements = "interventions", "delete", "swap"  # in painters.json
+    return {key: value for key, value in results.items() if key not in measurements} | {
+        "out": str(args.out),
+        "seconds": seconds,
+    }
+
+
 def demo(args: Args) -> Result:
     text = None if args.text is None else read_text(args.text)
     from jaxlayers import startup

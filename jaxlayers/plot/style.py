@@ -21,7 +21,7 @@ def loss_axis(axes: Axes, which: str) -> None:
     """Linear within 0.1 nats, logarithmic beyond; changes may be negative."""
     getattr(axes, f"set_{which}scale")("symlog", linthresh=0.1, linscale=0.7)
     axis = getattr(axes, f"{which}axis")
-    ticks = [0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20]
+    ticks = [0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
     low, high = axis.get_view_interval()
     ticks = sorted({sign * tick for tick in ticks for sign in (1, -1)})
     axis.set_ticks([tick for tick in ticks if low <= tick <= high], minor=False)

@@ -1,0 +1,1 @@
+"""Published experiments on a trained model, each a command."""
