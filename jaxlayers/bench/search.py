@@ -9,7 +9,7 @@ from jaxlayers.execute.rows import run
 from jaxlayers.generate.text import tokenizer_of
 from jaxlayers.search.answers import continuations, details_of, is_right, read_answers
 from jaxlayers.search.campaign import Campaign, conditions
-from jaxlayers.search.found import program_of
+from jaxlayers.search.cola import program_of
 from jaxlayers.search.made_tasks import make_tasks
 from jaxlayers.search.tasks import spread
 from jaxlayers.weights.hub import load

@@ -4,7 +4,19 @@ import sys
 import time
 
 from jaxlayers.cli.input import load_model, read_program, read_stdin, read_text
-from jaxlayers.cli.output import Args, Result, check_picture, note, picture_of, print_table, progress, save
+from jaxlayers.cli.output import (
+    Args,
+    Interrupted,
+    Result,
+    check_picture,
+    note,
+    picture_of,
+    print_table,
+    progress,
+    save,
+)
+
+UNFINISHED = "Interrupted: this is the best so far; the same command goes on from here."
 
 
 def evaluate(args: Args) -> Result:
@@ -169,6 +181,7 @@ def search(args: Args) -> Result:
             plan,
             args.seed,
             args.out.with_name(args.out.name + ".journal"),
+            args.per_token,
             report=moved,
         )
         try:
@@ -176,6 +189,7 @@ def search(args: Args) -> Result:
                 found += group
             complete = True
         except KeyboardInterrupt:
+            found += campaign.so_far()
             if not found:
                 raise
     found = campaign.ordered(found)
@@ -184,11 +198,11 @@ def search(args: Args) -> Result:
         write_found(found, args.out, campaign.depth)
         campaign.journal.remove()
     if not args.json:
-        report.show(result)
-        note(args, f"wrote {args.out}" if complete else "interrupted; the same command goes on from here")
+        report.show(result, found)
+        print(f"Wrote {args.out}." if complete else UNFINISHED)
     save(search_figure(found, campaign.depth), picture)
     note(args, f"drew {picture}")
-    return report.plain(result) | {
+    told = report.plain(result) | {
         "complete": complete,
         "out": str(args.out),
         "picture": str(picture),
@@ -196,6 +210,9 @@ def search(args: Args) -> Result:
         "visits_alone": campaign.lengths,
         "seconds": time.perf_counter() - start,
     }
+    if not complete:
+        raise Interrupted(told)
+    return told
 
 
 def report(args: Args) -> Result:
@@ -207,7 +224,7 @@ def report(args: Args) -> Result:
     found = read_found(args.found)
     result = report.summary(found)
     if not args.json:
-        report.show(result)
+        report.show(result, found)
     save(search_figure(found, depth=len(found[0].scores[0].ids)), picture)
     note(args, f"drew {picture}")
     return report.plain(result) | {"picture": str(picture)}

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from jaxlayers.cli.output import Args, strict
+from jaxlayers.cli.output import Args, Interrupted, strict
 from jaxlayers.cli.parser import make_parser
 
 FAILURE, WRONG_INPUT = 1, 2
@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except SystemExit as stop:  # of --help, --version and SIGTERM
         return int(stop.code or 0)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, Interrupted) and args.json:
+            print(json.dumps(strict(stop.result), allow_nan=False))
         print("\njaxlayers: interrupted.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:

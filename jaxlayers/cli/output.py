@@ -18,6 +18,13 @@ Args = argparse.Namespace
 Result = dict[str, Any]
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with the result so far."""
+
+    def __init__(self, result: Result):
+        self.result = result
+
+
 def _on_terminal(args: Args) -> bool:
     return sys.stderr.isatty() and not args.json
 

@@ -142,6 +142,9 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--limit", type=int, metavar="N", help="use only N tasks, spread over kinds and levels")
     sub.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
     sub.add_argument(
+        "--per-token", action="store_true", help="compare choices by their log-likelihood per token"
+    )
+    sub.add_argument(
         "--controls",
         action="store_true",
         help="search with skips only and loops only, too, and run random programs and shuffled answers",

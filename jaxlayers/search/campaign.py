@@ -31,8 +31,8 @@ from jaxlayers.search.answers import (
     read_answers,
     states_read,
 )
-from jaxlayers.search.cola import Random, Settings, Tree
-from jaxlayers.search.found import Found, Score, program_of
+from jaxlayers.search.cola import Random, Settings, Tree, program_of
+from jaxlayers.search.found import Found, Score
 from jaxlayers.search.journal import Journal
 from jaxlayers.search.tasks import Task
 from jaxlayers.weights.tokenizer import Tokenizer
@@ -142,6 +142,7 @@ class Campaign:
         self._order = {task.id: place for place, task in enumerate(tasks)}
         self._total = len(tasks) * sum(condition.settings.simulations for condition in self.conditions)
         self._done = 0
+        self._at_work: tuple = ("", [], [], [])  # condition, tasks, their scores, and those of the epoch
         mask = continuations(tokenizer, decoder.config.vocab)
         self._read = lambda decoder, h, details: read_answers(decoder, h, details, mask)
         self.journal = Journal(journal, self._fingerprint(tasks)) if journal else None
@@ -180,6 +181,12 @@ class Campaign:
         names = [condition.name for condition in self.conditions]
         return sorted(found, key=lambda each: (names.index(each.condition), self._order[each.task.id]))
 
+    def so_far(self) -> list[Found]:
+        """Returns what was found in the group at work, for a search that is interrupted."""
+        name, group, scores, fresh = self._at_work
+        found = [Found(e.task, name, old + new) for e, old, new in zip(group, scores, fresh, strict=True)]
+        return [each for each in found if each.scores]
+
     def _group(self, number: int, condition: Condition, group: list[Prepared]) -> list[Found]:
         kind = Random if condition.random else Tree
         trees = [
@@ -189,26 +196,27 @@ class Campaign:
         scores: list[list[Score]] = [[] for _ in group]
         forest, epoch = None, 0
         while True:
+            fresh: list[list[Score]] = [[] for _ in group]
+            self._at_work = condition.name, group, scores, fresh
             known = self.journal.scores(number, epoch) if self.journal else None
             if known is None:
                 if forest is None:
                     length = _padded(max(len(each.tokens) for each in group))
                     forest = Forest(self.decoder, length, self._read, self.budget, PACK)
-                fresh = self._epoch(trees, group, forest)
+                self._epoch(trees, group, forest, fresh)
                 if self.journal:
                     self.journal.append(number, epoch, fresh)
             else:
-                fresh = self._replay(trees, known)
+                self._replay(trees, known)
+                fresh = known
             if not any(fresh):
-                return [
-                    Found(each.task, condition.name, list(found))
-                    for each, found in zip(group, scores, strict=True)
-                ]
-            for found, new in zip(scores, fresh, strict=True):
-                found += new
+                found = self.so_far()
+                self._at_work = "", [], [], []
+                return found
+            scores = [old + new for old, new in zip(scores, fresh, strict=True)]
             epoch += 1
 
-    def _replay(self, trees: Sequence[Tree | Random], known: list[list[Score]]) -> list[list[Score]]:
+    def _replay(self, trees: Sequence[Tree | Random], known: list[list[Score]]) -> None:
         given = [iter(scores) for scores in known]
         for _ in range(EPOCH):
             for tree, scores in zip(trees, given, strict=True):
@@ -221,17 +229,15 @@ class Campaign:
                         )
                     tree.reward(ids, float(score.right))
                     self._count(1)
-        return known
 
-    def _epoch(self, trees, group: list[Prepared], forest: Forest) -> list[list[Score]]:
-        """Returns the scores of some rounds, by task; the forest starts empty."""
+    def _epoch(self, trees, group: list[Prepared], forest: Forest, scores: list[list[Score]]) -> None:
+        """Adds the scores of some rounds to those of each task; the forest starts empty."""
         forest.clear()
         inputs = [forest.add(each.tokens, each.positions, each.branch) for each in group]
         details: dict[int, Details] = {}
         for choices in (False, True):  # apart, because choices read more
             places = [place for place, each in enumerate(group) if bool(each.task.choices) == choices]
             details |= zip(places, details_of([group[place] for place in places]), strict=True)
-        scores: list[list[Score]] = [[] for _ in group]
         for _ in range(EPOCH):
             asked = [(place, ids) for place, tree in enumerate(trees) for ids in tree.propose(LEAVES)]
             if not asked:
@@ -246,7 +252,6 @@ class Campaign:
                 trees[place].reward(ids, float(right))
                 self.lengths += len(ids)
                 self._count(1)
-        return scores
 
     def _count(self, programs: int) -> None:
         self._done += programs

@@ -11,9 +11,12 @@ gives 200 simulations, lambda = 5 and the 0.1; c and the longest path it leaves 
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+
+from jaxlayers.program import WHOLE, Program
+from jaxlayers.program_text import Item
 
 Ids = tuple[int, ...]  # the layers of a program, in order
 
@@ -36,6 +39,11 @@ class Settings:
             raise ValueError(f"simulations must be at least 1, not {self.simulations}.")
         if not (self.skips or self.loops):
             raise ValueError("a search needs skips or loops; allow at least one of them.")
+
+
+def program_of(ids: Ids, depth: int) -> Program:
+    """Returns the program that runs whole layers in this order."""
+    return Program.of([Item((((layer, WHOLE),),)) for layer in ids], depth)
 
 
 class Node:
@@ -147,3 +155,29 @@ class Random:
 
     def reward(self, ids: Ids, value: float) -> None:
         """Does nothing: what was found does not steer what is tried."""
+
+
+def search(
+    depth: int,
+    scorer: Callable[[Sequence[Program]], Sequence[float]],
+    settings: Settings | None = None,
+    seed: int = 0,
+    leaves: int = 8,
+) -> Iterator[tuple[Program, float]]:
+    """Yields programs with their rewards as they are tried, the plain model first.
+
+    `scorer` is any function from some programs to a reward for each, best between 0 and 1 (the exploration of
+    `Settings` is made for that); it gets up to `leaves` programs at a time. Raises ValueError where it gives
+    another number of rewards, or one that is not finite.
+    """
+    tree = Tree(depth, settings or Settings(), np.random.default_rng(seed))
+    while asked := tree.propose(leaves):
+        programs = [program_of(ids, depth) for ids in asked]
+        rewards = [float(reward) for reward in scorer(programs)]
+        if len(rewards) != len(programs):
+            raise ValueError(f"the scorer gave {len(rewards)} rewards for {len(programs)} programs.")
+        for ids, program, reward in zip(asked, programs, rewards, strict=True):
+            if not math.isfinite(reward):
+                raise ValueError(f"the scorer gave {reward} for program {program}; rewards must be finite.")
+            tree.reward(ids, reward)
+            yield program, reward

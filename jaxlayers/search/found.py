@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlayers.files import replacing
-from jaxlayers.program import WHOLE, Program
+from jaxlayers.program import WHOLE
 from jaxlayers.program_text import Item, parse_items
-from jaxlayers.search.cola import Ids
+from jaxlayers.search.cola import Ids, program_of
 from jaxlayers.search.tasks import FIELDS, Task
 from jaxlayers.weights.strict import parse_json, quoted
 
@@ -65,11 +65,6 @@ class Found(NamedTuple):
             "pareto": [line(score) for score in self.pareto],
             "programs": [line(score) for score in self.scores],
         }
-
-
-def program_of(ids: Ids, depth: int) -> Program:
-    """Returns the program that runs whole layers in this order."""
-    return Program.of([Item((((layer, WHOLE),),)) for layer in ids], depth)
 
 
 def write_found(found: Sequence[Found], path: Path, depth: int) -> None:

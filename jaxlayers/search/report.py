@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxlayers.search.cola import program_of
 from jaxlayers.search.found import Found
 
 RESAMPLES = 2000
+SHOWN = 10  # programs in a table
 ALL = "all"
 
 
@@ -127,10 +129,11 @@ def plain(result: dict[str, Any]) -> dict[str, Any]:
     return {key: plain(value) for key, value in result.items()} if isinstance(result, dict) else result
 
 
-def show(result: dict[str, Any]) -> None:
-    """Prints a summary as tables, with what it says in words."""
+def show(result: dict[str, Any], found: Sequence[Found]) -> None:
+    """Prints a summary as tables, with the best programs and what it says in words."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     columns = ("base", "solved", "shortened", "corrected")
@@ -141,6 +144,25 @@ def show(result: dict[str, Any]) -> None:
         for name, kinds in result["conditions"].items():
             row = kinds[kind]
             table.add_row(name, str(row["tasks"]), *(str(row[column]) for column in columns))
+        console.print(table)
+    first = found[0].condition
+    gains = [each for each in found if each.condition == first and solved(each)]
+    gains = [each for each in gains if shorter(each) or not base(each)]
+    if gains:
+        gains.sort(key=lambda each: (base(each), len(each.shortest.ids) - len(each.scores[0].ids)))
+        table = Table(title=f"shortest right programs, {first}", title_justify="left", show_edge=False)
+        for name in ("task", "plain model", "layers", "program"):
+            table.add_column(name, justify="right" if name == "layers" else "left")
+        for each in gains[:SHOWN]:
+            text = str(program_of(each.shortest.ids, len(each.scores[0].ids)))
+            table.add_row(
+                Text(each.task.id),
+                "right" if base(each) else "wrong",
+                str(len(each.shortest.ids)),
+                Text(text),
+            )
+        if len(gains) > SHOWN:
+            table.add_row(f"and {len(gains) - SHOWN} more", "", "", "")
         console.print(table)
     for line in sentences(result):
         console.print(f"- {line}", markup=False)
