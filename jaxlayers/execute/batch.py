@@ -8,7 +8,7 @@ its own. The merge is made once for a set of programs, on the host, and is itsel
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jaxlayers.execute.step import bucket, isolate, roomy
 from jaxlayers.generate.cache import Cache, new_cache
 from jaxlayers.program import Program, as_program
 from jaxlayers.program_text import Item
+
+Steps = tuple[Item, ...]  # a program's
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["program", "active"], meta_fields=[])
@@ -72,10 +74,10 @@ def as_schedule(program: Program | Schedule | str | None, depth: int, batch: int
 def schedule(programs: Sequence[Program]) -> Schedule:
     """Returns the common schedule of the programs, one for each sequence of a batch.
 
-    It is a common supersequence found by majority: each tick is the step that the most remaining work wants
-    next. It has at least as many ticks as the longest program and at most as many as all distinct ones. Its
-    table is padded to one of few shapes, so that other programs seldom need another compilation; where all
-    programs are equal, it is the first of them as it is.
+    It is a common supersequence, the shortest that a few greedy rules find: at least as many ticks as the
+    longest program has steps and at most as many as all distinct ones. Its table is padded to one of few
+    shapes, so that other programs seldom need another compilation; where all programs are equal, it is the
+    first of them as it is.
 
     Raises ValueError for no program or for programs of different depth.
     """
@@ -91,28 +93,52 @@ def schedule(programs: Sequence[Program]) -> Schedule:
     rows_of = defaultdict(list)  # distinct programs, and the sequences that follow each
     for sequence, program in enumerate(programs):
         rows_of[program.items].append(sequence)
-    done = dict.fromkeys(rows_of, 0)
-    ticks: list[tuple[Item, list[int]]] = []
-    while True:
-        votes: dict[Item, int] = defaultdict(int)
-        for items, at in done.items():
-            if at < len(items):
-                votes[items[at]] += len(items) - at
-        if not votes:
-            break
-        step = max(votes, key=votes.__getitem__)
-        takers = [items for items, at in done.items() if at < len(items) and items[at] == step]
-        ticks.append((step, sorted(i for items in takers for i in rows_of[items])))
-        for items in takers:
-            done[items] += 1
+    merged = (_merge(list(rows_of), rank) for rank in (_most_work, _farthest_behind, _lowest_layer))
+    ticks = min(merged, key=lambda ticks: sum(step.visits for step, _ in ticks))
     program = Program.of([step for step, _ in ticks], depths.pop())
     program = program.pad(*map(roomy, (program.rows, program.lanes, program.slots)))
     active = np.zeros((program.rows, len(programs)), bool)
     row = 0
-    for step, sequences in ticks:
-        active[row : row + step.iterations, sequences] = True
+    for step, takers in ticks:
+        active[row : row + step.iterations, [i for items in takers for i in rows_of[items]]] = True
         row += step.iterations
     return Schedule(program, active)
+
+
+def _merge(
+    programs: Sequence[Steps], rank: Callable[[Item, list[int]], tuple[int, int]]
+) -> list[tuple[Item, list[Steps]]]:
+    """Returns ticks that hold every program in order, and the programs that each is for.
+
+    Each tick is the step of highest rank among those that come next; `rank` is given the step and how many
+    steps are left to each program that wants it.
+    """
+    done = dict.fromkeys(programs, 0)
+    ticks = []
+    while True:
+        takers: dict[Item, list[Steps]] = defaultdict(list)
+        for items, at in done.items():
+            if at < len(items):
+                takers[items[at]].append(items)
+        if not takers:
+            return ticks
+        step = max(takers, key=lambda step: rank(step, [len(items) - done[items] for items in takers[step]]))
+        ticks.append((step, takers[step]))
+        for items in takers[step]:
+            done[items] += 1
+
+
+def _most_work(step: Item, left: list[int]) -> tuple[int, int]:
+    return sum(left), 0
+
+
+def _farthest_behind(step: Item, left: list[int]) -> tuple[int, int]:
+    return max(left), sum(left)
+
+
+def _lowest_layer(step: Item, left: list[int]) -> tuple[int, int]:
+    # Most programs climb: those ahead wait, at the layer after a loop, for those that are still in it.
+    return -min(layer for lane in step.lanes for layer, _ in lane), sum(left)
 
 
 def prefill(
@@ -137,25 +163,29 @@ def prefill(
     h, positions = _start(decoder, tokens, mask)
     cache = new_cache(decoder, plan.program, B, length)
     active = np.ones((plan.program.rows, B), bool) if plan.active is None else np.asarray(plan.active)
-    kv, slot, row = cache.kv, 0, 0
+    slot = row = 0
     for step in plan.program.items:
         sequences = np.flatnonzero(active[row])
         rows = np.full(bucket(len(sequences), B), B, np.int32)  # B is no sequence: it is dropped
         rows[: len(sequences)] = sequences
         part, program = isolate(decoder, step)
         h, new = _tick(part, h, positions, program, rows)
-        kv = _store(kv, new, rows, slot)
+        cache = dataclasses.replace(cache, kv=_store(cache.kv, new, rows, slot))
         slot += program.slots
         row += step.iterations
-    return _last_logits(decoder, h, mask), cache.appended(kv, positions)
-
-
-_last_logits = jax.jit(last_logits)
+    return _end(decoder, h, mask, cache, positions)
 
 
 @jax.jit
 def _start(decoder, tokens, mask):
     return embed(decoder, tokens), positions_of(mask)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _end(decoder, h, mask, cache, positions):
+    # In one call, so that jax counts the whole cache as placed, as it does that of a decode step: one
+    # compilation of what comes next serves both.
+    return last_logits(decoder, h, mask), cache.appended(cache.kv, positions)
 
 
 @functools.partial(jax.jit, donate_argnames="h")

@@ -153,6 +153,19 @@ def test_in_prefill_a_layer_computes_only_who_wants_it():
     assert plan.active.sum(axis=1).tolist() == [3, 1, 1, 3]
 
 
+@pytest.mark.parametrize(
+    ("texts", "ticks"),
+    [
+        (["0-7", "0-1,0-7", "0-3,2-7"], 12),  # who is ahead waits for who is in a loop
+        (["7-0", "7,5-0", "7-3,1-0", "6-0"], 8),
+        (["0,1", "2,3"], 4),
+    ],
+)
+def test_programs_that_part_meet_again(texts, ticks):
+    plan = batch.schedule([Program.parse(text, 8) for text in texts])
+    assert plan.active.any(axis=1).sum() == ticks
+
+
 def test_few_tables_serve_many_sets_of_programs():
     shapes = set()
     for seed in range(40):

@@ -94,13 +94,14 @@ def test_the_programs_beside_it_do_not_change_a_draw():
 
 
 def test_equal_programs_and_other_sets_compile_no_loop_anew():
-    collected(PROMPTS, PROGRAM, max_tokens=20)
-    collected(PROMPTS, EACH, max_tokens=20)
     before = decode.advance._cache_size()
-    same = collected(PROMPTS, [PROGRAM, str(PROGRAM), PROGRAM], max_tokens=20)
-    assert same == collected(PROMPTS, PROGRAM, max_tokens=20)
-    collected(PROMPTS, [PROGRAM, "0,2-3,3", None], max_tokens=20)
-    assert decode.advance._cache_size() == before
+    collected(PROMPTS, PROGRAM, max_tokens=20, block=5)
+    collected(PROMPTS, EACH, max_tokens=20, block=5)
+    assert decode.advance._cache_size() == before + 2
+    same = collected(PROMPTS, [PROGRAM, str(PROGRAM), PROGRAM], max_tokens=20, block=5)
+    assert same == collected(PROMPTS, PROGRAM, max_tokens=20, block=5)
+    collected(PROMPTS, [PROGRAM, "0,2-3,3", None], max_tokens=20, block=5)
+    assert decode.advance._cache_size() == before + 2
 
 
 def test_draws_do_not_depend_on_the_block():
