@@ -192,6 +192,12 @@ def unembed(decoder: Decoder, h: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     return _embedding(decoder).unembed(h)
 
 
+def last_logits(decoder: Decoder, h: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B V"]:
+    """Returns the logits that follow each row's last real token."""
+    last = h.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+    return unembed(decoder, jnp.take_along_axis(h, last[:, None, None], axis=1)[:, 0])
+
+
 def abstract(
     config: DecoderConfig, dtype: DTypeLike = jnp.float32, layer_type: type[DecoderLayer] = DecoderLayer
 ) -> Decoder:

@@ -8,7 +8,7 @@ its own. The merge is made once for a set of programs, on the host, and is itsel
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlayers.decoder.attention import KeyValue
-from jaxlayers.decoder.stack import Decoder, embed, positions_of, unembed
+from jaxlayers.decoder.stack import Decoder, embed, last_logits, positions_of
 from jaxlayers.execute.rows import run
-from jaxlayers.execute.step import bucket, isolate
+from jaxlayers.execute.step import bucket, isolate, roomy
 from jaxlayers.generate.cache import Cache, new_cache
-from jaxlayers.generate.decode import last_logits
-from jaxlayers.program import Program
+from jaxlayers.program import Program, as_program
 from jaxlayers.program_text import Item
+
+Steps = tuple[Item, ...]  # a program's
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["program", "active"], meta_fields=[])
@@ -35,14 +36,48 @@ class Schedule:
     """
 
     program: Program
-    active: Bool[Array, "R B"]
+    active: Bool[Array, "R B"] | None  # None: every row is for all
+
+
+def programs_of(
+    program: Program | str | Sequence[Program | str | None] | None, count: int, depth: int
+) -> list[Program]:
+    """Returns the program of each of `count` sequences, from one for all or from one for each.
+
+    Raises ValueError for another number of programs, and where one is none for a model of `depth` layers.
+    """
+    if not isinstance(program, Sequence) or isinstance(program, str):
+        return [as_program(program, depth)] * count
+    if len(program) != count:
+        raise ValueError(
+            f"there are {len(program)} programs for {count} prompts; give one for each, or one for all."
+        )
+    return [as_program(each, depth) for each in program]
+
+
+def as_schedule(program: Program | Schedule | str | None, depth: int, batch: int) -> Schedule:
+    """Returns the schedule itself, or that of one program for all sequences.
+
+    Raises ValueError for a schedule of another batch, and where `as_program` does.
+    """
+    if not isinstance(program, Schedule):
+        return Schedule(as_program(program, depth), None)
+    as_program(program.program, depth)
+    if program.active is not None and program.active.shape[1] != batch:
+        raise ValueError(
+            f"the schedule is for {program.active.shape[1]} sequences and the batch has {batch}; "
+            "make it of one program for each sequence."
+        )
+    return program
 
 
 def schedule(programs: Sequence[Program]) -> Schedule:
     """Returns the common schedule of the programs, one for each sequence of a batch.
 
-    It is a common supersequence found by majority: each tick is the step that the most remaining work wants
-    next. It has at least as many ticks as the longest program and at most as many as all distinct ones.
+    It is a common supersequence, the shortest that a few greedy rules find: at least as many ticks as the
+    longest program has steps and at most as many as all distinct ones. Its table is padded to one of few
+    shapes, so that other programs seldom need another compilation; where all programs are equal, it is the
+    first of them as it is.
 
     Raises ValueError for no program or for programs of different depth.
     """
@@ -50,31 +85,60 @@ def schedule(programs: Sequence[Program]) -> Schedule:
         raise ValueError("there is no program; give one for each sequence.")
     depths = {program.depth for program in programs}
     if len(depths) > 1:
-        raise ValueError(f"the programs are for models of different depth: {sorted(depths)}.")
+        raise ValueError(
+            f"the programs are for models of different depth, {sorted(depths)}; give programs for one model."
+        )
+    if len(set(programs)) == 1:
+        return Schedule(programs[0], None)
     rows_of = defaultdict(list)  # distinct programs, and the sequences that follow each
     for sequence, program in enumerate(programs):
         rows_of[program.items].append(sequence)
-    done = dict.fromkeys(rows_of, 0)
-    ticks: list[tuple[Item, list[int]]] = []
-    while True:
-        votes: dict[Item, int] = defaultdict(int)
-        for items, at in done.items():
-            if at < len(items):
-                votes[items[at]] += len(items) - at
-        if not votes:
-            break
-        step = max(votes, key=votes.__getitem__)
-        takers = [items for items, at in done.items() if at < len(items) and items[at] == step]
-        ticks.append((step, sorted(i for items in takers for i in rows_of[items])))
-        for items in takers:
-            done[items] += 1
+    merged = (_merge(list(rows_of), rank) for rank in (_most_work, _farthest_behind, _lowest_layer))
+    ticks = min(merged, key=lambda ticks: sum(step.visits for step, _ in ticks))
     program = Program.of([step for step, _ in ticks], depths.pop())
+    program = program.pad(*map(roomy, (program.rows, program.lanes, program.slots)))
     active = np.zeros((program.rows, len(programs)), bool)
     row = 0
-    for step, sequences in ticks:
-        active[row : row + step.iterations, sequences] = True
+    for step, takers in ticks:
+        active[row : row + step.iterations, [i for items in takers for i in rows_of[items]]] = True
         row += step.iterations
     return Schedule(program, active)
+
+
+def _merge(
+    programs: Sequence[Steps], rank: Callable[[Item, list[int]], tuple[int, int]]
+) -> list[tuple[Item, list[Steps]]]:
+    """Returns ticks that hold every program in order, and the programs that each is for.
+
+    Each tick is the step of highest rank among those that come next; `rank` is given the step and how many
+    steps are left to each program that wants it.
+    """
+    done = dict.fromkeys(programs, 0)
+    ticks = []
+    while True:
+        takers: dict[Item, list[Steps]] = defaultdict(list)
+        for items, at in done.items():
+            if at < len(items):
+                takers[items[at]].append(items)
+        if not takers:
+            return ticks
+        step = max(takers, key=lambda step: rank(step, [len(items) - done[items] for items in takers[step]]))
+        ticks.append((step, takers[step]))
+        for items in takers[step]:
+            done[items] += 1
+
+
+def _most_work(step: Item, left: list[int]) -> tuple[int, int]:
+    return sum(left), 0
+
+
+def _farthest_behind(step: Item, left: list[int]) -> tuple[int, int]:
+    return max(left), sum(left)
+
+
+def _lowest_layer(step: Item, left: list[int]) -> tuple[int, int]:
+    # Most programs climb: those ahead wait, at the layer after a loop, for those that are still in it.
+    return -min(layer for lane in step.lanes for layer, _ in lane), sum(left)
 
 
 def prefill(
@@ -91,26 +155,25 @@ def prefill(
     the tokens do not fit the cache or the schedule another batch.
     """
     B, T = tokens.shape
-    _check(plan, B)
+    plan = as_schedule(plan, decoder.config.layers, B)
     length = T if length is None else length
     if length < T:
         raise ValueError(f"a cache of {length} columns cannot hold {T} tokens; make it at least {T}.")
     mask = jnp.ones((B, T), bool) if mask is None else jnp.asarray(mask)
     h, positions = _start(decoder, tokens, mask)
     cache = new_cache(decoder, plan.program, B, length)
-    kv, slot, row = cache.kv, 0, 0
+    active = np.ones((plan.program.rows, B), bool) if plan.active is None else np.asarray(plan.active)
+    slot = row = 0
     for step in plan.program.items:
-        sequences = np.flatnonzero(plan.active[row])
+        sequences = np.flatnonzero(active[row])
         rows = np.full(bucket(len(sequences), B), B, np.int32)  # B is no sequence: it is dropped
         rows[: len(sequences)] = sequences
         part, program = isolate(decoder, step)
-        h, kv = _tick(part, h, kv, positions, program, rows, slot)
+        h, new = _tick(part, h, positions, program, rows)
+        cache = dataclasses.replace(cache, kv=_store(cache.kv, new, rows, slot))
         slot += program.slots
         row += step.iterations
-    return _last_logits(decoder, h, mask), cache.appended(kv, positions)
-
-
-_last_logits = jax.jit(last_logits)
+    return _end(decoder, h, mask, cache, positions)
 
 
 @jax.jit
@@ -118,39 +181,29 @@ def _start(decoder, tokens, mask):
     return embed(decoder, tokens), positions_of(mask)
 
 
-@functools.partial(jax.jit, donate_argnames=("h", "kv"))
-def _tick(decoder, h, kv, positions, program, rows, slot):
-    """Runs a step for some rows of the batch; entries of `rows` beyond the batch are padding."""
-    some = lambda a: a.at[rows].get(mode="clip")
-    T = h.shape[1]
-    done = run(
-        decoder, some(h), program, some(positions), new_cache(decoder, program, len(rows), T), fresh=True
-    )
-    h = h.at[rows].set(done.h, mode="drop")
-    slots = slot + jnp.arange(program.slots)
-    put = lambda old, new: old.at[slots[:, None], rows[None], :, :T].set(new[: program.slots], mode="drop")
-    return h, KeyValue(*map(put, kv, done.cache.kv))
+@functools.partial(jax.jit, donate_argnames="cache")
+def _end(decoder, h, mask, cache, positions):
+    # In one call, so that jax counts the whole cache as placed, as it does that of a decode step: one
+    # compilation of what comes next serves both.
+    return last_logits(decoder, h, mask), cache.appended(cache.kv, positions)
 
 
-def decode_step(
-    decoder: Decoder,
-    token: Int[Array, " B"],
-    cache: Cache,
-    plan: Schedule,
-    active: Bool[Array, " B"] | None = None,
-) -> tuple[Float[Array, "B V"], Cache]:
-    """Returns the logits that follow one more token a row, and the cache with that token.
+@functools.partial(jax.jit, donate_argnames="h")
+def _tick(decoder, h, positions, program, rows):
+    """Runs a step for some rows of the batch; entries of `rows` beyond the batch are padding.
 
-    Like `generate.decode.decode_step`, with a program for each sequence; a pure function for `jax.jit`. Every
-    tick computes the whole batch: a decode step reads most weights whatever is masked.
+    Returns h and the step's keys and values. It does not see the cache, whose shape is that of the schedule:
+    one compilation serves every schedule.
     """
-    active = jnp.ones(token.shape, bool) if active is None else active
-    positions = cache.next_positions(active[:, None])
-    h = embed(decoder, token[:, None])
-    done = run(decoder, h, plan.program, positions, cache, active=plan.active)
-    return unembed(decoder, done.h[:, 0]), done.cache
+    some = lambda a: a.at[rows].get(mode="clip")
+    cache = new_cache(decoder, program, len(rows), h.shape[1])
+    done = run(decoder, some(h), program, some(positions), cache, fresh=True)
+    return h.at[rows].set(done.h, mode="drop"), KeyValue(*(a[: program.slots] for a in done.cache.kv))
 
 
-def _check(plan: Schedule, batch: int) -> None:
-    if plan.active.shape[1] != batch:
-        raise ValueError(f"the schedule is for {plan.active.shape[1]} sequences and the batch has {batch}.")
+@functools.partial(jax.jit, donate_argnames="kv")
+def _store(kv, new, rows, slot):
+    """Returns kv with a step's keys and values in the slots from `slot` on."""
+    N, _, _, T, _ = new.k.shape
+    slots = slot + jnp.arange(N)[:, None]
+    return KeyValue(*(old.at[slots, rows, :, :T].set(a, mode="drop") for old, a in zip(kv, new, strict=True)))

@@ -30,3 +30,9 @@ def isolate(decoder: Decoder, step: Item) -> tuple[Decoder, Program]:
 def bucket(n: int, most: int) -> int:
     """Returns the least power of two that holds n, at most `most`: few sizes are compiled."""
     return min(1 << (n - 1).bit_length(), most)
+
+
+def roomy(n: int) -> int:
+    """Returns the least of 0, 1 .. 8, 10, 12, 14, 16, 20 .. that holds n: few sizes, a quarter spare."""
+    step = 1 << max(0, n.bit_length() - 3)
+    return -(-n // step) * step

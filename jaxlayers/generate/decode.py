@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlayers.decoder.stack import Decoder, embed, fastest_form, positions_of, unembed
+from jaxlayers.decoder.stack import Decoder, embed, fastest_form, last_logits, positions_of, unembed
+from jaxlayers.execute import batch
 from jaxlayers.execute.rows import run
 from jaxlayers.generate.cache import Cache, check_memory, new_cache
 from jaxlayers.generate.sampling import Sampling, sample
@@ -45,27 +46,27 @@ def prefill(
     return last_logits(decoder, done.h, mask), done.cache
 
 
-def last_logits(decoder: Decoder, h: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B V"]:
-    """Returns the logits that follow each row's last real token."""
-    last = h.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
-    return unembed(decoder, jnp.take_along_axis(h, last[:, None, None], axis=1)[:, 0])
-
-
 def decode_step(
     decoder: Decoder,
     token: Int[Array, " B"],
     cache: Cache,
-    program: Program | str | None = None,
+    program: Program | batch.Schedule | str | None = None,
     active: Bool[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Returns the logits that follow one more token a row, and the cache with that token.
 
-    Rows that are not `active` leave a hole in their column. Without room in the cache the logits are NaN.
-    Donate the cache under `jax.jit` to have it updated in place.
+    A schedule gives each row a program of its own. Every tick of it computes the whole batch, because a step
+    of one token reads most weights whatever is left out. Rows that are not `active` leave a hole in their
+    column. Without room in the cache the logits are NaN. Donate the cache under `jax.jit` to have it updated
+    in place. Raises ValueError where token, cache and schedule are of different batches.
     """
-    program = as_program(program, decoder.config.layers)
+    rows = cache.positions.shape[0]
+    if token.shape != (rows,):
+        raise ValueError(f"token has shape {list(token.shape)} and the cache {rows} rows; give one for each.")
+    plan = batch.as_schedule(program, decoder.config.layers, rows)
     active = jnp.ones(token.shape, bool) if active is None else active
-    done = run(decoder, embed(decoder, token[:, None]), program, cache.next_positions(active[:, None]), cache)
+    h, positions = embed(decoder, token[:, None]), cache.next_positions(active[:, None])
+    done = run(decoder, h, plan.program, positions, cache, active=plan.active)
     assert done.cache is not None
     return unembed(decoder, done.h[:, 0]), done.cache
 
@@ -84,6 +85,7 @@ class State:
     cache: Cache
 
 
+@jax.jit
 def _draw(
     logits: Float[Array, "B V"], sampling: Sampling, positions: Int[Array, " B"], stops: Int[Array, " N"]
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
@@ -95,26 +97,31 @@ def _draw(
     return token, jnp.any(token[:, None] == stops, axis=1) | (token == OVERFLOW)
 
 
-@functools.partial(jax.jit, static_argnames="length")
+_prefill = jax.jit(prefill, static_argnames="length")
+
+
 def start(
     decoder: Decoder,
     tokens: Int[Array, "B T"],
     mask: Bool[Array, "B T"],
-    program: Program,
+    plan: batch.Schedule,
     sampling: Sampling,
     stops: Int[Array, " N"],
     length: int,
 ) -> State:
     """Returns the state after the prompt: its first new token is drawn."""
-    logits, cache = prefill(decoder, tokens, program, length, mask)
-    return State(*_draw(logits, sampling, jnp.sum(mask, axis=1, dtype=jnp.int32), stops), cache)
+    if plan.active is None:
+        logits, cache = _prefill(decoder, tokens, plan.program, length, mask)
+    else:
+        logits, cache = batch.prefill(decoder, tokens, plan, length, mask)
+    return State(*_draw(logits, sampling, np.sum(mask, axis=1, dtype=np.int32), stops), cache)
 
 
 @functools.partial(jax.jit, static_argnames="block", donate_argnames="state")
 def advance(
     decoder: Decoder,
     state: State,
-    program: Program,
+    plan: batch.Schedule,
     sampling: Sampling,
     stops: Int[Array, " N"],
     steps: Int[Array, ""] | int,
@@ -127,7 +134,7 @@ def advance(
 
     def step(carry):
         i, tokens, state = carry
-        logits, cache = decode_step(decoder, state.token, state.cache, program, ~state.done)
+        logits, cache = decode_step(decoder, state.token, state.cache, plan, ~state.done)
         used = jnp.sum(cache.positions >= 0, axis=1, dtype=jnp.int32)
         token, ends = _draw(logits, sampling, used, stops)
         token = jnp.where(state.done, state.token, token)
@@ -143,7 +150,7 @@ def advance(
 def generate(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
-    program: Program | str | None = None,
+    program: Program | str | Sequence[Program | str | None] | None = None,
     *,
     max_tokens: int = 64,
     sampling: Sampling | None = None,
@@ -153,33 +160,37 @@ def generate(
     """Yields the new ids of each row, at most `block` at a time, until all have ended.
 
     A row ends after one of the ids in `stops`, which is its last, or after `max_tokens`. Close the iterator
-    to end early; what was yielded before does not depend on `block` nor on the other rows.
+    to end early; what was yielded before does not depend on `block` nor on the other rows. `program` is one
+    for all prompts, or a sequence with one for each.
 
-    Raises ValueError for an empty prompt, an id outside the vocabulary, or where prompt and new tokens exceed
-    the decoder's context.
+    Raises ValueError for an empty prompt, an id outside the vocabulary, where prompt and new tokens exceed
+    the decoder's context, for programs that are not as many as the prompts, and where a program's logits are
+    not finite.
     """
     sampling = (sampling or Sampling()).checked()
     if block < 1:
         raise ValueError(f"block must be at least 1, not {block}.")
-    program = as_program(program, decoder.config.layers)
     check_prompts(decoder, prompts, max_tokens)
+    programs = batch.programs_of(program, len(prompts), decoder.config.layers)
+    plan = batch.schedule(programs)
     tokens, mask = right_padded(prompts, BUCKET)
     length = -(-(tokens.shape[1] + max_tokens) // BUCKET) * BUCKET
     check_ids(decoder, [list(stops)], "stops")
     ends = jnp.asarray(sorted(set(stops)) or [-1], jnp.int32)
-    check_memory(decoder, program, len(prompts), length)
+    check_memory(decoder, plan.program, len(prompts), length)
     decoder = fastest_form(decoder)
-    state = start(decoder, tokens, mask, program, sampling, ends, length)
+    state = start(decoder, tokens, mask, plan, sampling, ends, length)
     new = np.asarray(state.token)[:, None]
     made = 1
     while True:
         if (new == OVERFLOW).any():
-            raise ValueError(f"program {program} gives logits that are not finite; {CAUSE}.")
+            row = int(np.argmax((new == OVERFLOW).any(axis=1)))
+            raise ValueError(f"program {programs[row]} gives logits that are not finite; {CAUSE}.")
         yield [[int(t) for t in row if t >= 0] for row in new]
         steps = min(block, max_tokens - made)
         if steps < 1 or bool(np.all(np.asarray(state.done))):
             return
-        new, state = advance(decoder, state, program, sampling, ends, steps, block)
+        new, state = advance(decoder, state, plan, sampling, ends, steps, block)
         new = np.asarray(new)
         made += steps
 

@@ -24,7 +24,7 @@ class Completion(NamedTuple):
 def generate_text(
     model: Model,
     prompts: str | Sequence[str | Sequence[Message]],
-    program: Program | None = None,
+    program: Program | str | Sequence[Program | str | None] | None = None,
     *,
     max_tokens: int = 64,
     sampling: Sampling | None = None,
@@ -36,6 +36,7 @@ def generate_text(
 ) -> list[Completion]:
     """Returns what the model writes after each prompt; a str is a list of one.
 
+    `program` is one for all prompts, or a sequence with one for each.
     With `chat` a prompt is what the user says, or a list of messages, and goes through the model's chat
     template. A text ends before one of the tokenizer's `eos` ids (unless `ignore_eos`), before a string of
     `stop`, or after `max_tokens`; ids that only a stop string needed are left out. `on_text(i, piece)` gets

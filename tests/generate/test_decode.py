@@ -12,6 +12,7 @@ from jaxlayers.decoder.config import DecoderConfig
 from jaxlayers.decoder.stack import init, per_layer
 from jaxlayers.evaluate import score
 from jaxlayers.execute.rows import forward
+from jaxlayers.generate import decode
 from jaxlayers.generate.decode import generate
 from jaxlayers.generate.sampling import Sampling
 from jaxlayers.program import Program
@@ -19,6 +20,7 @@ from jaxlayers.program import Program
 DECODER = checkpoints.model(1).decoder
 PROMPTS = [[5, 6, 7, 8, 9, 10], [40], [100, 3, 100]]
 PROGRAM = Program.parse("0-1,[1-3]@2,2a,3*0.5", 4)
+EACH = ["0-3", PROGRAM, "0,2-3,3"]  # a program for each prompt
 
 
 @jax.jit
@@ -65,6 +67,41 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(temperature):
         others[row] = prompt
         assert collected(others, max_tokens=12, sampling=sampling)[row] == together[row]
     assert collected(PROMPTS[:1], max_tokens=12, sampling=sampling)[0] == together[0]
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_each_prompt_may_have_its_program(block):
+    found = collected(PROMPTS, EACH, max_tokens=20, block=block)
+    expected = [
+        greedy(prompt, 20, Program.parse(str(program), 4))
+        for prompt, program in zip(PROMPTS, EACH, strict=True)
+    ]
+    assert found == expected
+    stops = [found[0][4], found[1][9]]
+    ends = [min([*(row.index(stop) + 1 for stop in stops if stop in row), 20]) for row in expected]
+    cut = [row[:end] for row, end in zip(expected, ends, strict=True)]
+    assert collected(PROMPTS, EACH, max_tokens=20, block=block, stops=stops) == cut
+
+
+def test_the_programs_beside_it_do_not_change_a_draw():
+    settings: dict[str, Any] = dict(max_tokens=12, sampling=Sampling(1.0, seed=5))
+    together = collected(PROMPTS, EACH, **settings)
+    assert together == collected(PROMPTS, EACH, block=3, **settings)
+    for row, program in enumerate(EACH):
+        assert collected(PROMPTS, program, **settings)[row] == together[row]
+    # Only the place seeds a draw: another batch with this program in that place draws the same.
+    assert collected(PROMPTS, [EACH[2], EACH[1], EACH[0]], **settings)[1] == together[1]
+
+
+def test_equal_programs_and_other_sets_compile_no_loop_anew():
+    before = decode.advance._cache_size()
+    collected(PROMPTS, PROGRAM, max_tokens=20, block=5)
+    collected(PROMPTS, EACH, max_tokens=20, block=5)
+    assert decode.advance._cache_size() == before + 2
+    same = collected(PROMPTS, [PROGRAM, str(PROGRAM), PROGRAM], max_tokens=20, block=5)
+    assert same == collected(PROMPTS, PROGRAM, max_tokens=20, block=5)
+    collected(PROMPTS, [PROGRAM, "0,2-3,3", None], max_tokens=20, block=5)
+    assert decode.advance._cache_size() == before + 2
 
 
 def test_draws_do_not_depend_on_the_block():
@@ -158,6 +195,14 @@ def test_a_cache_beyond_the_memory_is_refused_before_it_is_asked_for():
         next(generate(decoder, [[1, 2]], max_tokens=(1 << 40) - 2))
 
 
+def test_the_memory_is_that_of_the_slots_of_all_programs():
+    programs = [f"{layer}x600" for layer in range(4)]
+    config = checkpoints.config(context=1 << 40)
+    decoder = init(config, jax.random.key(0))
+    with pytest.raises(MemoryError, match="4 rows and 2560 slots"):
+        next(generate(decoder, [[1]] * 4, programs, max_tokens=1 << 30))
+
+
 def test_a_program_without_attention_needs_no_slot():
     program = Program.parse("0m,2m", 4)
     blocks = list(generate(DECODER, PROMPTS[:1], program, max_tokens=5))
@@ -170,6 +215,8 @@ def test_logits_that_overflow_are_an_error_and_no_token():
         list(generate(DECODER, PROMPTS[:1], program, max_tokens=3))
     with pytest.raises(ValueError, match="not finite"):
         score(DECODER, PROMPTS[0], [[1], [2]], program)
+    with pytest.raises(ValueError, match=r"program 3x20\*1e38 gives logits that are not finite"):
+        list(generate(DECODER, PROMPTS, ["0-3", program, None], max_tokens=3))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +230,10 @@ def test_logits_that_overflow_are_an_error_and_no_token():
         ([1, 2], {}, "sequences of ids"),
         ("ab", {}, "sequences of ids"),
         ([[1]], {"program": 7}, "not int"),
+        ([[1]], {"program": [7]}, "not int"),
+        ([[1], [2]], {"program": ["0-3"]}, "1 programs for 2 prompts"),
+        ([[1], [2]], {"program": []}, "0 programs for 2 prompts"),
+        ([[1], [2]], {"program": ["0-3", "0-4"]}, "layer 4 does not exist"),
     ],
 )
 def test_what_makes_no_sense_is_refused(prompts, settings, words):

@@ -147,6 +147,14 @@ def test_the_text_does_not_depend_on_the_block(temperature):
     assert (first.reason, len(first.text)) == ("stop", whole[0].text.index(stop[0]))
 
 
+def test_each_prompt_may_have_its_program():
+    prompts, programs = ["the thin", "and"], ["0-3", "0,2-3"]
+    found = generate_text(MODEL, prompts, programs, max_tokens=12)
+    for row, program in enumerate(programs):
+        assert generate_text(MODEL, prompts, program, max_tokens=12)[row] == found[row]
+    assert found[0].text != generate_text(MODEL, prompts, programs[1], max_tokens=12)[0].text
+
+
 def test_one_token():
     (done,) = generate_text(MODEL, "the", max_tokens=1)
     assert (len(done.token_ids), done.reason) == (1, "length")
