@@ -339,6 +339,10 @@ def test_an_interrupted_search_draws_what_it_found(cli, tiny_folder, tmp_path, m
     tasks = tmp_path / "tasks.jsonl"
     lines = [{"id": str(i), "prompt": "the and", "answer": answer} for i, answer in enumerate(["in", "q"])]
     tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    cli("search", tiny_folder, "--tasks", tasks, "--out", tmp_path / "found.jsonl", "--simulations", "5")
+    words = ["search", tiny_folder, "--tasks", tasks, "--out", tmp_path / "found.jsonl", "--simulations", "5"]
+    status, out, err = cli(*words, "--json")
+    told = json.loads(out)
+    assert (status, err) == (130, "\njaxlayers: interrupted.\n")
+    assert told["complete"] is False and told["conditions"]["cola"]["all"]["tasks"] == 2
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "found.jsonl").exists()

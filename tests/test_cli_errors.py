@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import struct
+import subprocess
 import sys
 
 import checkpoints
@@ -59,6 +60,64 @@ def test_wrong_usage(refused, argv, needle):
     refused(*argv, needles=[needle])
     if argv:
         refused(*argv, "--json", needles=[needle])
+
+
+@pytest.fixture
+def asked(tmp_path, tiny_folder):
+    """Writes task lines and returns the words of a search over them."""
+
+    def words(*lines):
+        path = tmp_path / "tasks.jsonl"
+        path.write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        )
+        out = tmp_path / "found.jsonl"
+        return ["search", tiny_folder, "--tasks", path, "--out", out, "--simulations", "9"]
+
+    return words
+
+
+TASK = {"id": "a", "prompt": "the and", "answer": "in"}
+
+
+@pytest.mark.parametrize(
+    "line, needles",
+    [
+        ('{"id": "b"', ["line 2", "JSON"]),
+        ({"id": "b", "prompt": "the"}, ["line 2", "answer is missing"]),
+        ({"id": "b", "prompt": "the", "answer": ""}, ["line 2", "answer is empty"]),
+        ({"id": "b", "prompt": "", "answer": "in"}, ["line 2", "prompt is empty"]),
+        ({"id": "b", "prompt": "the " * 3000, "answer": "in"}, ["line 2", "exceed the context"]),
+        ({"id": "b", "prompt": "the", "answer": "in", "choices": ["in"]}, ["line 2", "two texts"]),
+    ],
+)
+def test_a_wrong_task_is_told_with_its_line(refused, asked, tmp_path, line, needles):
+    refused(*asked(TASK, line), needles=needles)
+    assert [path.name for path in tmp_path.iterdir()] == ["tasks.jsonl"]
+
+
+def test_a_search_that_asks_for_nothing(refused, asked):
+    refused(*asked(TASK), "--split", "test", needles=["no task of the split 'test'"])
+    refused(*asked(TASK), "--limit", "0", needles=["--limit"])
+    refused(*asked(TASK), "--simulations", "0", needles=["simulations"])
+    refused(*asked(TASK), "--controls", needles=["only answer"])
+
+
+def test_a_full_disk_keeps_what_was_found(asked, tmp_path):
+    """The file system refuses what is beyond a size, as a full one does."""
+    words = [str(word) for word in asked(TASK, *({**TASK, "id": str(i)} for i in range(20)))]
+    code = (
+        "import resource, sys\nfrom jaxlayers.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\nsys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "cannot write" in done.stderr and "kept" in done.stderr
+    journal = tmp_path / "found.jsonl.journal"
+    assert journal.exists() and not (tmp_path / "found.jsonl").exists()
+    done = subprocess.run([sys.executable, "-m", "jaxlayers", *words], capture_output=True, timeout=300)
+    assert done.returncode == 0 and not journal.exists()
+    assert len((tmp_path / "found.jsonl").read_text().splitlines()) == 21
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxlayers.search.cola import Random, Settings, Tree
+from jaxlayers.search.cola import Random, Settings, Tree, search
 
 DEPTH = 12
 
@@ -58,3 +58,30 @@ def test_a_pending_proposal_turns_the_next_ones_elsewhere():
 def test_settings_that_search_nothing_are_refused(wrong):
     with pytest.raises(ValueError, match=r"search|simulations"):
         Settings(**wrong)
+
+
+def test_any_function_scores_programs():
+    asked = []
+
+    def scorer(programs):
+        asked.append(len(programs))
+        return [0.5 if 5 in program.layers else 1.0 for program in programs]
+
+    settings = Settings(simulations=30)
+    found = list(search(DEPTH, scorer, settings, seed=3, leaves=4))
+    assert str(found[0][0]) == f"0-{DEPTH - 1}" and found[0][1] == 0.5
+    assert max(asked) == 4 and sum(asked) == len(found) == len({str(program) for program, _ in found}) == 30
+    assert all(reward == (0.5 if 5 in program.layers else 1.0) for program, reward in found)
+    assert found == list(search(DEPTH, scorer, settings, seed=3, leaves=4))
+
+
+@pytest.mark.parametrize(
+    ("scorer", "words"),
+    [
+        (lambda programs: [1.0], "1 rewards for 4"),
+        (lambda programs: [float("nan")] * len(programs), "finite"),
+    ],
+)
+def test_a_scorer_that_gives_no_numbers_is_refused(scorer, words):
+    with pytest.raises(ValueError, match=words):
+        list(search(DEPTH, scorer, Settings(simulations=9), leaves=4))
