@@ -199,6 +199,9 @@ def search(args: Args) -> Result:
         campaign.journal.remove()
     if not args.json:
         report.show(result, found)
+        if campaign.lengths:
+            saved = f"{campaign.visits:,} of {campaign.lengths:,} ({campaign.visits / campaign.lengths:.2f})"
+            print(f"Visits executed, of those of all programs one by one: {saved}.")
         print(f"Wrote {args.out}." if complete else UNFINISHED)
     save(search_figure(found, campaign.depth), picture)
     note(args, f"drew {picture}")
