@@ -170,7 +170,8 @@ def test_the_splash_kernel_equals_blocks(T, window, kv_heads, width):
 
     splash = functools.partial(splash_attention, positions=positions, window=window, interpret=True)
     y, grads = of(lambda q, k, v: splash(q, KeyValue(k, v)))
-    blocks = lambda q, k, v: attend_in_blocks(q, positions, [(KeyValue(k, v), positions)], window)
+    here = Places(positions)
+    blocks = lambda q, k, v: attend_in_blocks(q, here, [(KeyValue(k, v), here)], window)
     want, expected = of(blocks)
     assert np.isfinite(y).all()
     assert np.abs(y - want)[real].max() < 2e-5
