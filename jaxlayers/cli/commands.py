@@ -159,6 +159,8 @@ def search(args: Args) -> Result:
 
     if args.limit is not None and args.limit < 1:
         raise ValueError(f"--limit must be at least 1, not {args.limit}.")
+    if not args.out.parent.is_dir() or args.out.is_dir():
+        raise ValueError(f"--out {args.out} must be a file in a folder that exists; make the folder first.")
     asked = spread([task for task in read_tasks(args.tasks) if args.split in (None, task.split)], args.limit)
     if not asked:
         raise ValueError(f"{args.tasks} has no task of the split {args.split!r}; leave out --split for all.")

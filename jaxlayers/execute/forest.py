@@ -53,7 +53,7 @@ class Forest:
     `visits` counts the visits executed, repeated ones after an eviction included.
     """
 
-    def __init__(self, decoder: Decoder, length: int, read: Read, budget: int = 1 << 31, pack: int = 512):
+    def __init__(self, decoder: Decoder, length: int, read: Read, budget: int = 1 << 28, pack: int = 512):
         if length < 1 or pack < 1:
             raise ValueError(f"length {length} and pack {pack} must be at least 1.")
         self.decoder = decoder

@@ -202,7 +202,7 @@ class Campaign:
             if known is None:
                 if forest is None:
                     length = _padded(max(len(each.tokens) for each in group))
-                    forest = Forest(self.decoder, length, self._read, self.budget, PACK)
+                    forest = Forest(self.decoder, length, self._read, self._room(group, length), PACK)
                 self._epoch(trees, group, forest, fresh)
                 if self.journal:
                     self.journal.append(number, epoch, fresh)
@@ -215,6 +215,11 @@ class Campaign:
                 return found
             scores = [old + new for old, new in zip(scores, fresh, strict=True)]
             epoch += 1
+
+    def _room(self, group: list[Prepared], length: int) -> int:
+        """Returns the bytes for states: no more than an epoch can fill."""
+        most = len(group) * LEAVES * EPOCH * int(Settings.longest * self.depth + 1)
+        return min(self.budget, most * length * self.decoder.config.embed * 8)
 
     def _replay(self, trees: Sequence[Tree | Random], known: list[list[Score]]) -> None:
         given = [iter(scores) for scores in known]

@@ -114,11 +114,13 @@ def sentences(result: dict[str, Any]) -> list[str]:
             control = f"{name} search" if name in ("skip", "loop") else f"the {name} control"
             lines.append(f"CoLa {words[what]} {verdict} {control}: {points} over {gain.tasks} tasks.")
     cola = result["conditions"].get("cola")
-    if cola:
-        lines.append(
-            f"Of the right answers {cola[ALL]['shortened']} have a shorter right program (published: above "
-            f"75 %), of the wrong ones {cola[ALL]['corrected']} have a right one (published: above 60 %)."
-        )
+    shown = (
+        ("shortened", "right answers of the plain model", "have a shorter right program", 75),
+        ("corrected", "wrong answers of the plain model", "have a right program", 60),
+    )
+    for key, of, what, published in shown if cola else ():
+        if cola[ALL][key].tasks:
+            lines.append(f"Of the {of} {cola[ALL][key]} {what} (published: above {published} %).")
     return lines
 
 

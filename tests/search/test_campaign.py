@@ -177,7 +177,7 @@ def test_the_table_has_every_condition_and_its_controls(tmp_path):
     result = summary(found)
     assert list(result["conditions"]) == ["cola", "skip", "loop", "random", "shuffled"]
     assert result["conditions"]["cola"]["all"]["tasks"] == len(TASKS)
-    assert len(sentences(result)) == 9
+    assert len(sentences(result)) == 10
     json.dumps([each.record(4) for each in found], allow_nan=False)
 
 
