@@ -306,11 +306,12 @@ def test_a_full_disk_is_told():
     assert (done.returncode, done.stderr) == (1, message)
 
 
-def test_tasks_and_search(result, tiny_folder, tmp_path):
+def test_tasks_and_search(result, cli, tiny_folder, tmp_path):
     tasks, out = tmp_path / "tasks.jsonl", tmp_path / "found.jsonl"
     made = result("tasks", tasks)
     assert made["tasks"] >= 1200 and len(tasks.read_text().splitlines()) == made["tasks"]
     lines = [{"id": str(i), "prompt": "the and", "answer": answer} for i, answer in enumerate(["in", "q"])]
+    lines[0]["kind"] = "[/red]"  # no markup
     tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = result("search", tiny_folder, "--tasks", tasks, "--out", out, "--simulations", "5", "--controls")
     assert found["complete"] and found["visits"] <= found["visits_alone"]
@@ -320,6 +321,7 @@ def test_tasks_and_search(result, tiny_folder, tmp_path):
     assert found["picture"] == str(tmp_path / "found.png")
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
     again = result("report", out, "--picture", tmp_path / "again.svg")
+    assert cli("report", out)[0] == 0
     assert (again["conditions"], again["cola_less"]) == (found["conditions"], found["cola_less"])
     assert b"<svg" in (tmp_path / "again.svg").read_bytes()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import checkpoints
+import filelock
 import gguf
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,7 @@ TASK = {"id": "a", "prompt": "the and", "answer": "in"}
         ({"id": "b", "prompt": "the"}, ["line 2", "answer is missing"]),
         ({"id": "b", "prompt": "the", "answer": ""}, ["line 2", "answer is empty"]),
         ({"id": "b", "prompt": "", "answer": "in"}, ["line 2", "prompt is empty"]),
+        ({"id": "\ud800", "prompt": "the", "answer": "in"}, ["line 2", "half a character"]),
         ({"id": "b", "prompt": "the " * 3000, "answer": "in"}, ["line 2", "exceed the context"]),
         ({"id": "b", "prompt": "the", "answer": "in", "choices": ["in"]}, ["line 2", "two texts"]),
     ],
@@ -101,6 +103,19 @@ def test_a_search_that_asks_for_nothing(refused, asked):
     refused(*asked(TASK), "--limit", "0", needles=["--limit"])
     refused(*asked(TASK), "--simulations", "0", needles=["simulations"])
     refused(*asked(TASK), "--controls", needles=["only answer"])
+    refused(*asked(TASK), "--seed", "-1", needles=["--seed"])
+    words = asked(TASK)
+    refused(*words[:-3], words[3], *words[-2:], needles=["would replace the tasks"])
+    refused(*words, "--picture", "nowhere/p.png", needles=["folder"])
+
+
+def test_a_search_leaves_what_is_not_its_own(refused, asked, tmp_path):
+    (tmp_path / "found.jsonl.journal").write_text("my notes")
+    refused(*asked(TASK), needles=["not the journal of a search"])
+    assert (tmp_path / "found.jsonl.journal").read_text() == "my notes"
+    (tmp_path / "found.jsonl.journal").unlink()
+    with filelock.FileLock(tmp_path / ".found.jsonl.lock"):
+        refused(*asked(TASK), needles=["another process"])
 
 
 @pytest.mark.parametrize("limit", [3000, 9000])  # bytes: too few for the journal, and for the result

@@ -1,7 +1,10 @@
 """The commands, one function each."""
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from jaxlayers.cli.input import load_model, read_program, read_stdin, read_text
 from jaxlayers.cli.output import (
@@ -161,6 +164,10 @@ def search(args: Args) -> Result:
         raise ValueError(f"--limit must be at least 1, not {args.limit}.")
     if not args.out.parent.is_dir() or args.out.is_dir():
         raise ValueError(f"--out {args.out} must be a file in a folder that exists; make the folder first.")
+    if args.out.resolve() == Path(args.tasks).resolve():
+        raise ValueError(f"--out {args.out} would replace the tasks; name another file.")
+    if args.seed < 0:
+        raise ValueError(f"--seed must be at least 0, not {args.seed}.")
     asked = spread([task for task in read_tasks(args.tasks) if args.split in (None, task.split)], args.limit)
     if not asked:
         raise ValueError(f"{args.tasks} has no task of the split {args.split!r}; leave out --split for all.")
@@ -175,7 +182,7 @@ def search(args: Args) -> Result:
     plan = [each for each in conditions(args.simulations) if each.name == "cola" or args.controls]
     start = time.perf_counter()
     found, complete = [], False
-    with progress(args, "searching") as moved:
+    with alone(args.out), progress(args, "searching") as moved:
         campaign = Campaign(
             model.decoder,
             tokenizer_of(model),
@@ -220,7 +227,27 @@ def search(args: Args) -> Result:
     return told
 
 
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Keeps other processes from searching for the same file; raises ValueError where one already does."""
+    import filelock
+
+    lock = out.with_name(f".{out.name}.lock")
+    try:
+        with filelock.FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+    except filelock.Timeout:
+        raise ValueError(
+            f"another process is searching for {out}; wait for it or name another file."
+        ) from None
+
+
 def report(args: Args) -> Result:
+    if args.found.is_dir():
+        raise ValueError(f"{args.found} is a folder; name a file that `jaxlayers search` wrote.")
     picture = picture_of(args, args.found)
     from jaxlayers.plot import search_figure
     from jaxlayers.search import report

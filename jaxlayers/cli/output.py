@@ -53,13 +53,15 @@ def check_picture(path: Path) -> None:
     """Raises ValueError where the name of a picture is not that of a format it can be written in."""
     if path.suffix.lower() not in PICTURES:
         raise ValueError(f"--picture {str(path)!r} must end in {', '.join(PICTURES)}.")
+    if not path.parent.is_dir():
+        raise ValueError(f"--picture {str(path)!r} must be in a folder that exists; make the folder first.")
 
 
 def picture_of(args: Args, beside: Path) -> Path:
     """Returns where the picture of the results in `beside` goes: --picture, else the same name with .png."""
     path = args.picture or beside.with_suffix(".png")
     check_picture(path)
-    if path == beside:
+    if path.resolve() == beside.resolve():
         raise ValueError(f"the picture would replace the results in {str(path)!r}; name it with --picture.")
     return path
 

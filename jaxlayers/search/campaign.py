@@ -68,26 +68,29 @@ def conditions(simulations: int) -> tuple[Condition, ...]:
 def shuffled(tasks: Sequence[Task], seed: int) -> list[Task]:
     """Returns the tasks with answers that are not theirs: what a search finds then is what chance finds.
 
-    A free answer is that of another task of the same kind and level; a choice is another one of the task's.
-    Raises ValueError where a task has no other answer to take.
+    A free answer is that of another task, of the same kind and level where there is one with another answer,
+    else of the same kind, else of any; a choice is another one of the task's. Raises ValueError where a task
+    has no other answer to take.
     """
+    free = [task for task in tasks if not task.choices]
     found = []
     for task in tasks:
         draw = np.random.default_rng([seed, _number(task.id), 1])
-        like = lambda other, task=task: (
-            (other.kind, other.level, bool(other.choices))
-            == (
-                task.kind,
-                task.level,
-                False,
-            )
+        near = lambda other, task=task: (other.kind, other.level) == (task.kind, task.level)
+        akin = lambda other, task=task: other.kind == task.kind
+        pools = (
+            [task.choices]
+            if task.choices
+            else [
+                sorted({other.answer for other in free if like(other)})
+                for like in (near, akin, lambda other: True)
+            ]
         )
-        pool = task.choices or sorted({other.answer for other in tasks if like(other)})
-        others = [answer for answer in pool if answer != task.answer]
+        others = next(filter(None, ([a for a in pool if a != task.answer] for pool in pools)), [])
         if not others:
             raise ValueError(
-                f"task {task.id} has the only answer of its kind and level, so that no other can be asked "
-                "for; search on more tasks or without the shuffled control."
+                f"task {task.id} has the only answer there is, so that no other can be asked for; "
+                "search on more tasks or without the shuffled control."
             )
         found.append(dataclasses.replace(task, answer=others[draw.integers(len(others))]))
     return found

@@ -23,7 +23,12 @@ class Score(NamedTuple):
 
     ids: Ids
     right: bool
-    logprob: float  # of the right answer, nats
+    logprob: float  # of the right answer, nats; NaN where the program overflows
+
+    @property
+    def likelihood(self) -> float:
+        """The log-likelihood as what programs are ordered by: NaN is the least."""
+        return -np.inf if np.isnan(self.logprob) else self.logprob
 
 
 class Found(NamedTuple):
@@ -37,15 +42,16 @@ class Found(NamedTuple):
     def shortest(self) -> Score | None:
         """The shortest right program, the likeliest of equals; None where none is right."""
         right = [score for score in self.scores if score.right]
-        return min(right, key=lambda score: (len(score.ids), -score.logprob), default=None)
+        return min(right, key=lambda score: (len(score.ids), -score.likelihood), default=None)
 
     @property
     def pareto(self) -> list[Score]:
         """The programs that no shorter one equals in being right and in likelihood, shortest first."""
         best, front = (False, -np.inf), []
-        for score in sorted(self.scores, key=lambda score: (len(score.ids), not score.right, -score.logprob)):
-            if (score.right, score.logprob) > best:
-                best = (score.right, score.logprob)
+        order = lambda score: (len(score.ids), not score.right, -score.likelihood)
+        for score in sorted(self.scores, key=order):
+            if (score.right, score.likelihood) > best:
+                best = (score.right, score.likelihood)
                 front.append(score)
         return front
 
@@ -142,6 +148,6 @@ def _parse_score(line: dict[str, Any], depth: int) -> Score:
     ids = tuple(item.lanes[0][0][0] for item in items)
     if any(item._replace(at=0) != Item((((layer, WHOLE),),)) for item, layer in zip(items, ids, strict=True)):
         raise ValueError(f"the program {quoted(line['program'])} is not whole layers in order")
-    if type(line["right"]) is not bool:
+    if type(line["right"]) is not bool or type(line["logprob"]) not in (float, type(None)):
         raise TypeError
     return Score(ids, line["right"], np.nan if line["logprob"] is None else float(line["logprob"]))

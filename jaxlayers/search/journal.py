@@ -21,7 +21,7 @@ class Journal:
     def __init__(self, path: Path, fingerprint: str):
         self.path = path
         self._known: dict[tuple[int, int], list[list[Score]]] = {}
-        lines, good = [], 0
+        lines, good, data = [], 0, b""
         with contextlib.suppress(FileNotFoundError):
             data = path.read_bytes()
             for line in data.splitlines(keepends=True):
@@ -30,6 +30,8 @@ class Journal:
                     break
                 good += len(line)
                 lines.append(entry)
+        if not lines and not _line(fingerprint).startswith(data):  # a kill may have torn it
+            raise ValueError(f"{path} is not the journal of a search; move it away, so that it is not lost.")
         if lines and lines[0] != fingerprint:
             raise ValueError(
                 f"{path} is the journal of a search with other tasks, model or settings; "
@@ -62,10 +64,9 @@ class Journal:
         )
 
     def _write(self, entry: Any) -> None:
-        text = json.dumps(entry)
         try:
-            with self.path.open("a") as file:
-                file.write(f"{zlib.crc32(text.encode()):08x} {text}\n")
+            with self.path.open("ab") as file:
+                file.write(_line(entry))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -73,6 +74,11 @@ class Journal:
                 f"cannot write the journal {self.path}: {error.strerror}; what it holds is kept, and the "
                 "same command goes on from there."
             ) from error
+
+
+def _line(entry: Any) -> bytes:
+    text = json.dumps(entry).encode()
+    return b"%08x %b\n" % (zlib.crc32(text), text)
 
 
 def _checked(line: bytes) -> Any:

@@ -140,19 +140,19 @@ def show(result: dict[str, Any], found: Sequence[Found]) -> None:
     console = Console(highlight=False)
     columns = ("base", "solved", "shortened", "corrected")
     for kind in next(iter(result["conditions"].values())):
-        table = Table(title=f"{kind} tasks", title_justify="left", show_edge=False)
+        table = Table(title=Text(f"{kind} tasks"), title_justify="left", show_edge=False)
         for name in ("condition", "tasks", *columns):
             table.add_column(name, justify="left" if name == "condition" else "right")
         for name, kinds in result["conditions"].items():
             row = kinds[kind]
-            table.add_row(name, str(row["tasks"]), *(str(row[column]) for column in columns))
+            table.add_row(Text(name), str(row["tasks"]), *(str(row[column]) for column in columns))
         console.print(table)
     first = found[0].condition
     gains = [each for each in found if each.condition == first and solved(each)]
     gains = [each for each in gains if shorter(each) or not base(each)]
     if gains:
         gains.sort(key=lambda each: (base(each), len(each.shortest.ids) - len(each.scores[0].ids)))
-        table = Table(title=f"shortest right programs, {first}", title_justify="left", show_edge=False)
+        table = Table(title=Text(f"shortest right programs, {first}"), title_justify="left", show_edge=False)
         for name in ("task", "plain model", "layers", "program"):
             table.add_column(name, justify="right" if name == "layers" else "left")
         for each in gains[:SHOWN]:

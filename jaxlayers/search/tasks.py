@@ -40,6 +40,8 @@ class Task:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise ValueError(f"{name} is {quoted(value)}, but it must be a string.")
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise ValueError(f"{name} holds half a character (a lone surrogate); write it whole.")
         for name in ("id", "prompt", "answer"):
             if not getattr(self, name).strip():
                 raise ValueError(f"{name} is empty.")

@@ -186,3 +186,11 @@ def test_shuffled_tasks_ask_for_what_is_wrong():
         assert other.answer != task.answer and other.prompt == task.prompt
     with pytest.raises(ValueError, match="only answer"):
         shuffled(TASKS[:1], 0)
+
+
+def test_a_likelihood_that_is_no_number_is_the_least():
+    scores = [Score((0, 1), False, value) for value in (-1.0, np.nan, -0.5, np.nan, -0.1)]
+    found = Found(TASKS[0], "cola", scores)
+    assert [score.logprob for score in found.pareto] == [-0.1]
+    right = Found(TASKS[0], "cola", [Score((0,), True, np.nan), Score((1,), True, -3.0)])
+    assert right.shortest.ids == (1,)
