@@ -27,6 +27,7 @@ from jaxlayers.files import new_folder, replacing
 from jaxlayers.generate import decode
 from jaxlayers.program import (
     Program,
+    common_shape,
     identity,
     loop,
     looped_parallel,
@@ -200,11 +201,6 @@ def programs(depth: int) -> dict[str, Program]:
     }
 
 
-def common_shape(programs: Sequence[Program]) -> tuple[int, int, int]:
-    """Returns the smallest (rows, lanes, slots) that all the programs can be padded to."""
-    return tuple(max(getattr(p, size) for p in programs) for size in ("rows", "lanes", "slots"))
-
-
 def continuations(
     decoder: Decoder, prompt: Sequence[int], new: int = NEW_TOKENS
 ) -> tuple[list[tuple[str, Program, list[int]]], int]:
@@ -264,7 +260,7 @@ def report(results: dict[str, Any], console: Console) -> None:
     console.print(
         f"{results['model']}: {L} layers, {results['tokens']} tokens of text, "
         f"plain loss {plain:.4f} nats/token (perplexity {math.exp(min(plain, 700)):.2f}).\n"
-        f"{results['programs_run']} programs, compiled {_times(results['compilations'])}: each is a table of "
+        f"{results['programs_run']} programs, compiled {times(results['compilations'])}: each is a table of "
         f"{results['table']['rows']} rows and {results['table']['lanes']} lanes, and data to one function.\n"
     )
     console.print("One layer left out, or run twice: change in nats/token", style="bold")
@@ -324,7 +320,8 @@ def _signed(change: float) -> str:
     return f"{round(change, 4) + 0.0:+.4f}"  # no -0.0000
 
 
-def _times(n: int) -> str:
+def times(n: int) -> str:
+    """Returns how often, in words."""
     return {1: "once", 2: "twice"}.get(n, f"{n} times")
 
 

@@ -24,6 +24,22 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def reserved(path: Path) -> Iterator[None]:
+    """Keeps other processes from reserving the same file; raises ValueError where one has."""
+    import filelock
+
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        with filelock.FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+    except filelock.Timeout:
+        raise ValueError(f"another process is at work on {path}; wait for it or name another file.") from None
+
+
+@contextlib.contextmanager
 def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Makes a folder, and removes it again when the block fails and leaves it empty."""
     folder = Path(path)

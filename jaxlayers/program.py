@@ -280,6 +280,11 @@ def _around(depth: int, start: int, stop: int, block: str) -> Program:
     return Program.parse(",".join([*before, block, *after]), depth)
 
 
+def common_shape(programs: Sequence[Program]) -> tuple[int, int, int]:
+    """Returns the smallest (rows, lanes, slots) that all the programs can be padded to."""
+    return tuple(max(getattr(p, size) for p in programs) for size in ("rows", "lanes", "slots"))
+
+
 def as_program(program: Program | str | None, depth: int) -> Program:
     """The program itself, the one that a text describes, or the plain model for None.
 

@@ -43,10 +43,11 @@ def bench_search(model: str) -> dict:
         None
     ]
     rng = np.random.default_rng(0)
+    details = details_of(prepared)
     jobs = []
     for turn in range(ALONE):
         place = turn % len(prepared)
-        each, details = prepared[place], details_of(prepared)[place]
+        each = prepared[place]
         score = scored[each.task.id][rng.integers(len(scored[each.task.id]))]
         jobs.append(
             (
@@ -54,7 +55,7 @@ def bench_search(model: str) -> dict:
                 score,
                 program_of(score.ids, campaign.depth).pad(rows, 1, rows),
                 (padded(each.tokens, 0), padded(each.positions, -1), padded(each.branch, 0)),
-                jax.tree.map(lambda a: a[None], details),
+                jax.tree.map(lambda a: a[None], details[place]),
             )
         )
     decoder = fastest_form(loaded.decoder)

@@ -1,9 +1,7 @@
 """The commands, one function each."""
 
-import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlayers.cli.input import load_model, read_program, read_stdin, read_text
@@ -173,6 +171,7 @@ def search(args: Args) -> Result:
         raise ValueError(f"{args.tasks} has no task of the split {args.split!r}; leave out --split for all.")
     model = load_model(args)
 
+    from jaxlayers.files import reserved
     from jaxlayers.generate.text import tokenizer_of
     from jaxlayers.plot import search_figure
     from jaxlayers.search import report
@@ -182,30 +181,31 @@ def search(args: Args) -> Result:
     plan = [each for each in conditions(args.simulations) if each.name == "cola" or args.controls]
     start = time.perf_counter()
     found, complete = [], False
-    with alone(args.out), progress(args, "searching") as moved:
-        campaign = Campaign(
-            model.decoder,
-            tokenizer_of(model),
-            asked,
-            plan,
-            args.seed,
-            args.out.with_name(args.out.name + ".journal"),
-            args.per_token,
-            report=moved,
-        )
-        try:
-            for group in campaign.run():
-                found += group
-            complete = True
-        except KeyboardInterrupt:
-            found += campaign.so_far()
-            if not found:
-                raise
-    found = campaign.ordered(found)
+    with reserved(args.out):
+        with progress(args, "searching") as moved:
+            campaign = Campaign(
+                model.decoder,
+                tokenizer_of(model),
+                asked,
+                plan,
+                args.seed,
+                args.out.with_name(args.out.name + ".journal"),
+                args.per_token,
+                report=moved,
+            )
+            try:
+                for group in campaign.run():
+                    found += group
+                complete = True
+            except KeyboardInterrupt:
+                found += campaign.so_far()
+                if not found:
+                    raise
+        found = campaign.ordered(found)
+        if complete:
+            write_found(found, args.out, campaign.depth)
+            campaign.journal.remove()
     result = report.summary(found)
-    if complete:
-        write_found(found, args.out, campaign.depth)
-        campaign.journal.remove()
     if not args.json:
         report.show(result, found)
         if campaign.lengths:
@@ -225,24 +225,6 @@ def search(args: Args) -> Result:
     if not complete:
         raise Interrupted(told)
     return told
-
-
-@contextlib.contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Keeps other processes from searching for the same file; raises ValueError where one already does."""
-    import filelock
-
-    lock = out.with_name(f".{out.name}.lock")
-    try:
-        with filelock.FileLock(lock, timeout=0):
-            try:
-                yield
-            finally:
-                lock.unlink(missing_ok=True)
-    except filelock.Timeout:
-        raise ValueError(
-            f"another process is searching for {out}; wait for it or name another file."
-        ) from None
 
 
 def report(args: Args) -> Result:

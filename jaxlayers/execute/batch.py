@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlayers.decoder.attention import KeyValue
 from jaxlayers.decoder.stack import Decoder, embed, last_logits, positions_of
 from jaxlayers.execute.rows import run
-from jaxlayers.execute.step import bucket, isolate, roomy
+from jaxlayers.execute.step import bucket, isolate
 from jaxlayers.generate.cache import Cache, new_cache
 from jaxlayers.program import Program, as_program
 from jaxlayers.program_text import Item
@@ -96,7 +96,7 @@ def schedule(programs: Sequence[Program]) -> Schedule:
     merged = (_merge(list(rows_of), rank) for rank in (_most_work, _farthest_behind, _lowest_layer))
     ticks = min(merged, key=lambda ticks: sum(step.visits for step, _ in ticks))
     program = Program.of([step for step, _ in ticks], depths.pop())
-    program = program.pad(*map(roomy, (program.rows, program.lanes, program.slots)))
+    program = program.pad(*(bucket(n, steps=4) for n in (program.rows, program.lanes, program.slots)))
     active = np.zeros((program.rows, len(programs)), bool)
     row = 0
     for step, takers in ticks:

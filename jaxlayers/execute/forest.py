@@ -187,7 +187,7 @@ class Forest:
         """Returns where each token of the nodes stands in a call, the call's tokens, and in the pool."""
         inputs = [self._inputs[node.input] for node in nodes]
         lengths = [part.shape[1] for part in inputs]
-        size = call_size(max(sum(lengths), SHORT * len(nodes)), self.pack)
+        size = bucket(max(sum(lengths), SHORT * len(nodes)), self.pack, steps=2)
         packed = np.full((max(size // SHORT, 1), self.length), size, np.int32)
         tokens = np.zeros((3, size), np.int32)
         tokens[1] = -1
@@ -296,12 +296,6 @@ def _lowest(step: Item | None) -> int:
 
 def _shapes(details: Any) -> tuple:
     return tuple(np.shape(a) for a in jax.tree.leaves(details))
-
-
-def call_size(n: int, most: int) -> int:
-    """Returns the least of the sizes 2^k and 3 2^k that holds n, at most `most`: few sizes are compiled."""
-    power = 1 << (n - 1).bit_length()
-    return min(3 * power // 4 if n <= 3 * power // 4 else power, most)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -27,12 +27,12 @@ def isolate(decoder: Decoder, step: Item) -> tuple[Decoder, Program]:
     )
 
 
-def bucket(n: int, most: int) -> int:
-    """Returns the least power of two that holds n, at most `most`: few sizes are compiled."""
-    return min(1 << (n - 1).bit_length(), most)
+def bucket(n: int, most: int | None = None, steps: int = 1) -> int:
+    """Returns the least of few sizes that holds n, at most `most`, so that few are compiled.
 
-
-def roomy(n: int) -> int:
-    """Returns the least of 0, 1 .. 8, 10, 12, 14, 16, 20 .. that holds n: few sizes, a quarter spare."""
-    step = 1 << max(0, n.bit_length() - 3)
-    return -(-n // step) * step
+    From one power of two to the next there are `steps`, itself a power of two: with 1 the sizes are 1, 2, 4,
+    8 .., with 2 also 3, 6, 12 .., with 4 also 5, 7, 10, 14 ..; 0 is 0.
+    """
+    step = max(1, (1 << max(n.bit_length() - 1, 0)) // steps)
+    size = -(-n // step) * step
+    return size if most is None else min(size, most)

@@ -18,13 +18,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxlayers.decoder.stack import Decoder, fastest_form
-from jaxlayers.demo import common_shape
+from jaxlayers.demo import times
 from jaxlayers.evaluate import nll_of
 from jaxlayers.execute.rows import forward
 from jaxlayers.files import replacing
 from jaxlayers.generate.decode import CAUSE, check_ids
 from jaxlayers.program import (
     Program,
+    common_shape,
     identity,
     looped_parallel,
     middle_repeat,
@@ -374,10 +375,10 @@ def show(results: Results) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
-    times = {1: "once", 2: "twice"}.get(results["compilations"], f"{results['compilations']} times")
     console.print(
         f"{results['layers']} layers, {results['tokens']} tokens of text, plain loss {results['nll']:.4f} "
-        f"nats/token. {results['programs_run']} different programs, compiled {times}.\n"
+        f"nats/token. {results['programs_run']} different programs, "
+        f"compiled {times(results['compilations'])}.\n"
     )
     console.print(
         "Change of loss in nats/token by how many layers in the middle are changed\n"

@@ -205,7 +205,9 @@ class Campaign:
             if known is None:
                 if forest is None:
                     length = _padded(max(len(each.tokens) for each in group))
-                    forest = Forest(self.decoder, length, self._read, self._room(group, length), PACK)
+                    forest = Forest(
+                        self.decoder, length, self._read, self._room(condition, len(group) * length), PACK
+                    )
                 self._epoch(trees, group, forest, fresh)
                 if self.journal:
                     self.journal.append(number, epoch, fresh)
@@ -219,10 +221,10 @@ class Campaign:
             scores = [old + new for old, new in zip(scores, fresh, strict=True)]
             epoch += 1
 
-    def _room(self, group: list[Prepared], length: int) -> int:
-        """Returns the bytes for states: no more than an epoch can fill."""
-        most = len(group) * LEAVES * EPOCH * int(Settings.longest * self.depth + 1)
-        return min(self.budget, most * length * self.decoder.config.embed * 8)
+    def _room(self, condition: Condition, tokens: int) -> int:
+        """Returns the bytes for states: no more than an epoch fills, given a state of each task's tokens."""
+        steps = LEAVES * EPOCH * int(condition.settings.longest * self.depth + 1)
+        return min(self.budget, steps * tokens * self.decoder.config.embed * 8)
 
     def _replay(self, trees: Sequence[Tree | Random], known: list[list[Score]]) -> None:
         given = [iter(scores) for scores in known]

@@ -13,7 +13,7 @@ from jaxlayers.program import WHOLE
 from jaxlayers.program_text import Item, parse_items
 from jaxlayers.search.cola import Ids, program_of
 from jaxlayers.search.tasks import FIELDS, Task
-from jaxlayers.weights.strict import parse_json, quoted
+from jaxlayers.weights.strict import json_lines, parse_json, quoted
 
 LONGEST_LINE = 1 << 26  # bytes of a search in a file
 
@@ -29,6 +29,11 @@ class Score(NamedTuple):
     def likelihood(self) -> float:
         """The log-likelihood as what programs are ordered by: NaN is the least."""
         return -np.inf if np.isnan(self.logprob) else self.logprob
+
+    @property
+    def written(self) -> float | None:
+        """The log-likelihood as JSON has it: None where it is not finite."""
+        return self.logprob if np.isfinite(self.logprob) else None
 
 
 class Found(NamedTuple):
@@ -61,7 +66,7 @@ class Found(NamedTuple):
             "program": str(program_of(score.ids, depth)),
             "length": len(score.ids),
             "right": score.right,
-            "logprob": score.logprob if np.isfinite(score.logprob) else None,
+            "logprob": score.written,
         }
         return {
             **{name: getattr(self.task, name) for name in FIELDS},
@@ -98,26 +103,18 @@ def read_found(path: str | os.PathLike[str]) -> list[Found]:
     be read.
     """
     name, found, lines, depth = os.fspath(path), [], {}, 0
-    try:
-        with open(path, "rb") as file:
-            # A limit, because a device file may never end a line.
-            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
-                where = f"{name}, line {number}"
-                if len(line) > LONGEST_LINE:
-                    raise ValueError(f"{where} is longer than {LONGEST_LINE} bytes; is it a search?")
-                each = _parse_found(line, where)
-                key, layers = (each.task.id, each.condition), len(each.scores[0].ids)
-                if lines.setdefault(key, number) != number:
-                    raise ValueError(
-                        f"{where}: the search {quoted(each.condition)} for the task {quoted(each.task.id)} "
-                        f"stands in line {lines[key]} too."
-                    )
-                depth = depth or layers
-                if layers != depth:
-                    raise ValueError(f"{where} is of a model of {layers} layers, those before of {depth}.")
-                found.append(each)
-    except OSError as error:
-        raise type(error)(f"cannot read the searches in {name}: {error.strerror}.") from error
+    for number, where, line in json_lines(path, LONGEST_LINE, "search", "searches"):
+        each = _parse_found(line, where)
+        key, layers = (each.task.id, each.condition), len(each.scores[0].ids)
+        if lines.setdefault(key, number) != number:
+            raise ValueError(
+                f"{where}: the search {quoted(each.condition)} for the task {quoted(each.task.id)} "
+                f"stands in line {lines[key]} too."
+            )
+        depth = depth or layers
+        if layers != depth:
+            raise ValueError(f"{where} is of a model of {layers} layers, those before of {depth}.")
+        found.append(each)
     if not found:
         raise ValueError(f"{name} holds no search; `jaxlayers search --out FILE` writes such a file.")
     return found

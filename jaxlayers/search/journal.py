@@ -58,10 +58,7 @@ class Journal:
 
     def append(self, group: int, epoch: int, scores: list[list[Score]]) -> None:
         """Adds an epoch; raises OSError in one sentence where it cannot be written."""
-        plain = lambda value: value if np.isfinite(value) else None
-        self._write(
-            [group, epoch, [[[list(s.ids), s.right, plain(s.logprob)] for s in task] for task in scores]]
-        )
+        self._write([group, epoch, [[[list(s.ids), s.right, s.written] for s in task] for task in scores]])
 
     def _write(self, entry: Any) -> None:
         try:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from jaxlayers.files import replacing
-from jaxlayers.weights.strict import parse_json, quoted
+from jaxlayers.weights.strict import json_lines, parse_json, quoted
 
 LONGEST_LINE = 1 << 20  # bytes of a line of a task file
 
@@ -71,26 +71,16 @@ def read_tasks(path: str | os.PathLike[str]) -> list[Task]:
     missing or unknown, an id that stands twice, and a file without tasks; OSError where it cannot be read.
     """
     name, tasks, lines = os.fspath(path), [], {}
-    try:
-        with open(path, "rb") as file:
-            # A limit, because a device file may never end a line.
-            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
-                where = f"{name}, line {number}"
-                if len(line) > LONGEST_LINE:
-                    raise ValueError(f"{where} is longer than {LONGEST_LINE} bytes; is it a task?")
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if not line.strip():
-                    continue
-                task = _parse(line, where)
-                if task.id in lines:
-                    raise ValueError(
-                        f"{where}: the id {quoted(task.id)} stands in line {lines[task.id]} too."
-                    )
-                lines[task.id] = number
-                tasks.append(task)
-    except OSError as error:
-        raise type(error)(f"cannot read the tasks in {name}: {error.strerror}.") from error
+    for number, where, line in json_lines(path, LONGEST_LINE, "task", "tasks"):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            continue
+        task = _parse(line, where)
+        if task.id in lines:
+            raise ValueError(f"{where}: the id {quoted(task.id)} stands in line {lines[task.id]} too.")
+        lines[task.id] = number
+        tasks.append(task)
     if not tasks:
         raise ValueError(
             f'{name} holds no task; a task is a line {{"id": ..., "prompt": ..., "answer": ...}}.'

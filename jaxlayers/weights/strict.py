@@ -1,6 +1,8 @@
 """Reading JSON that others wrote: every fault is one sentence that names the file."""
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,23 @@ def read_json(path: Path, limit: int = 16 << 20) -> dict[str, Any]:
     if len(data) > limit:
         raise ValueError(f"{path} is larger than {limit} bytes, too large for a file of its kind.")
     return parse_json(data, str(path))
+
+
+def json_lines(
+    path: str | os.PathLike[str], limit: int, one: str, many: str
+) -> Iterator[tuple[int, str, bytes]]:
+    """Yields the number, name and bytes of each line of a file, whose lines hold one `one` each.
+
+    Raises ValueError, naming the line, for one longer than `limit` bytes, because a device file may never end
+    a line, and OSError in one sentence where the file cannot be read.
+    """
+    name = os.fspath(path)
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(limit + 1), b""), 1):
+                where = f"{name}, line {number}"
+                if len(line) > limit:
+                    raise ValueError(f"{where} is longer than {limit} bytes; is it a {one}?")
+                yield number, where, line
+    except OSError as error:
+        raise type(error)(f"cannot read the {many} in {name}: {error.strerror}.") from error

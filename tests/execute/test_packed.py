@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxlayers.decoder.stack import embed, init
-from jaxlayers.execute.forest import Forest, call_size
+from jaxlayers.execute.forest import Forest
 from jaxlayers.execute.rows import run
+from jaxlayers.execute.step import bucket
 from jaxlayers.generate.cache import new_cache
 from jaxlayers.program import Program
 
@@ -83,7 +84,7 @@ def test_a_forest_of_branches_equals_each_continuation_alone():
 
 
 def test_calls_have_few_sizes_that_hold_what_they_must():
-    sizes = {n: call_size(n, 512) for n in range(1, 513)}
+    sizes = {n: bucket(n, 512, steps=2) for n in range(1, 513)}
     assert all(size >= n for n, size in sizes.items())
     assert all(size <= max(1.5 * n, n + 1) for n, size in sizes.items())
     assert len(set(sizes.values())) <= 19
