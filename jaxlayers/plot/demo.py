@@ -7,7 +7,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from jaxlayers.plot.program import draw_program
-from jaxlayers.plot.style import INK, loss_axis, plain_axes
+from jaxlayers.plot.style import INK, Costs, draw_costs, entitle, loss_axis, page, plain_axes
 from jaxlayers.program import Program
 
 _COLOURS = {  # of the demo's programs, by a word in the name
@@ -24,17 +24,13 @@ _COLOURS = {  # of the demo's programs, by a word in the name
 
 def demo_figure(results: dict[str, Any]) -> Figure:
     """The demo's numbers: the loss by layer, by program with its cost, and what the programs look like."""
-    figure = Figure(figsize=(16, 11), dpi=110, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, wspace=0.02, hspace=0.03)
+    title = (
+        f"The depth of a language model is a program   ({results['model']}, {results['layers']} layers, "
+        f"{results['tokens']} tokens, plain loss {results['nll']:.3f} nats/token)"
+    )
+    figure = page(title, 11, w_pad=0.08, h_pad=0.08, wspace=0.02, hspace=0.03)
     top, bottom = figure.subfigures(2, 1, height_ratios=[1, 1.25])
     left, right = bottom.subfigures(1, 2, width_ratios=[1.15, 1])
-    figure.suptitle(
-        f"The depth of a language model is a program   ({results['model']}, {results['layers']} layers, "
-        f"{results['tokens']} tokens, plain loss {results['nll']:.3f} nats/token)",
-        fontsize=15,
-        fontweight="bold",
-        color=INK,
-    )
     _draw_layers(top.subplots(), results)
     _draw_costs(left, results)
     _draw_pictures(right, results)
@@ -54,30 +50,12 @@ def _draw_layers(axes: Axes, results: dict[str, Any]) -> None:
         fontsize=10,
         color="#6b7280",
     )
-    axes.axhline(0, color="#9aa3af", linewidth=1)
-    series = (("skip", "left out", _COLOURS["skip"], "o"), ("twice", "run twice", _COLOURS["loop"], "D"))
-    for key, name, colour, marker in series:
-        change = [nll - results["nll"] for nll in results[key]]
-        axes.plot(
-            range(len(change)),
-            change,
-            color=colour,
-            marker=marker,
-            markersize=7,
-            linewidth=1.8,
-            markeredgecolor="white",
-            label=f"layer {name}",
-        )
-    axes.legend(frameon=False, fontsize=12, loc="upper right")
-    axes.set_title("What each layer is worth", loc="left", fontsize=13, fontweight="bold", color=INK)
-    axes.set_xlabel("layer", fontsize=12)
-    axes.set_ylabel("change of loss (nats/token)", fontsize=12)
-    axes.set_xlim(-0.7, results["layers"] - 0.3)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
-    change = [nll - results["nll"] for key in ("skip", "twice") for nll in results[key]]
-    axes.set_ylim(min(-0.02, 1.3 * min(change)), max(0.2, 1.5 * max(change)))
-    loss_axis(axes, "y")
-    plain_axes(axes, "both")
+    change = {key: [nll - results["nll"] for nll in results[key]] for key in ("skip", "twice")}
+    series = [
+        Costs("layer left out", change["skip"], _COLOURS["skip"], "o"),
+        Costs("layer run twice", change["twice"], _COLOURS["loop"], "D"),
+    ]
+    draw_costs(axes, "What each layer is worth", results["layers"], series)
 
 
 def _draw_costs(figure: SubFigure, results: dict[str, Any]) -> None:
@@ -104,13 +82,7 @@ def _draw_costs(figure: SubFigure, results: dict[str, Any]) -> None:
             fontsize=10,
             color=INK,
         )
-    loss.set_title(
-        f"What programs for the block {results['block'][0]}-{results['block'][1]} cost",
-        loc="left",
-        fontsize=13,
-        fontweight="bold",
-        color=INK,
-    )
+    entitle(loss, f"What programs for the block {results['block'][0]}-{results['block'][1]} cost")
     loss.set_xlabel("change of loss (nats/token)", fontsize=12)
     plain_axes(loss, "x")
     visits = [row["visits"] for row in rows]
@@ -127,14 +99,7 @@ def _draw_costs(figure: SubFigure, results: dict[str, Any]) -> None:
 def _draw_pictures(figure: SubFigure, results: dict[str, Any]) -> None:
     wanted = ("skip the block", "block twice", "block reversed", "side by side, sum", "fused", "Newton @2")
     rows = [row for row in results["programs"] if row["name"] in wanted]
-    figure.suptitle(
-        "What they look like: layers upward, rows to the right",
-        x=0.02,
-        ha="left",
-        fontsize=13,
-        fontweight="bold",
-        color=INK,
-    )
+    entitle(figure, "What they look like: layers upward, rows to the right")
     start, stop = results["block"]
     for axes, row in zip(figure.subplots(2, 3, sharey=True).flat, rows, strict=False):
         draw_program(axes, Program.parse(row["program"], results["layers"]), 8.0)

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from jaxlayers.measure.painters import NAMES, interventions, middle, sizes
 from jaxlayers.plot.program import draw_program
-from jaxlayers.plot.style import INK, loss_axis, plain_axes
+from jaxlayers.plot.style import Costs, draw_costs, entitle, loss_axis, page, plain_axes
 
 _COLOURS = {
     "skip": "#2a6fbb",
@@ -27,17 +27,13 @@ _DRAWN = 5  # layers changed in the small pictures, of two more on either side
 
 def painters_figure(results: dict[str, Any]) -> Figure:
     """The losses by number of changed layers, what the changes look like, and what each layer is worth."""
-    figure = Figure(figsize=(16, 11), dpi=110, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, wspace=0.02, hspace=0.03)
+    title = (
+        f"Transformer layers as painters   ({results['model']}, {results['layers']} layers, "
+        f"{results['tokens']} tokens, plain loss {results['nll']:.3f} nats/token)"
+    )
+    figure = page(title, 11, w_pad=0.08, h_pad=0.08, wspace=0.02, hspace=0.03)
     top, bottom = figure.subfigures(2, 1, height_ratios=[1.35, 1])
     left, right = top.subfigures(1, 2, width_ratios=[1.7, 1])
-    figure.suptitle(
-        f"Transformer layers as painters   ({results['model']}, {results['layers']} layers, "
-        f"{results['tokens']} tokens, plain loss {results['nll']:.3f} nats/token)",
-        fontsize=15,
-        fontweight="bold",
-        color=INK,
-    )
     _draw_curves(left.subplots(), results)
     _draw_pictures(right)
     _draw_layers(bottom.subplots(), results)
@@ -101,13 +97,7 @@ def _draw_curves(axes: Axes, results: dict[str, Any]) -> None:
         fontsize=11,
         color=_COLOURS["random"],
     )
-    axes.set_title(
-        "What changing the middle of the model costs",
-        loc="left",
-        fontsize=13,
-        fontweight="bold",
-        color=INK,
-    )
+    entitle(axes, "What changing the middle of the model costs")
     axes.set_xlabel("layers changed in the middle (as many are kept before as after)", fontsize=12)
     axes.set_ylabel("change of loss (nats/token)", fontsize=12)
 
@@ -155,13 +145,8 @@ def _apart(heights: Sequence[float], least: float) -> list[float]:
 
 def _draw_pictures(figure: SubFigure) -> None:
     depth = _DRAWN + 4
-    figure.suptitle(
-        f"What the changes are, for {_DRAWN} of {depth} layers:\nlayers upward, steps to the right",
-        x=0.02,
-        ha="left",
-        fontsize=13,
-        fontweight="bold",
-        color=INK,
+    entitle(
+        figure, f"What the changes are, for {_DRAWN} of {depth} layers:\nlayers upward, steps to the right"
     )
     start, stop = middle(depth, _DRAWN)
     made = interventions(depth, seeds=1)
@@ -180,37 +165,9 @@ def _draw_pictures(figure: SubFigure) -> None:
 
 
 def _draw_layers(axes: Axes, results: dict[str, Any]) -> None:
-    axes.axhline(0, color=_FAINT, linewidth=1)
-    L, seen = results["layers"], [0.0]
-    series = (
-        ("delete", "layer deleted", 0.0, "#2a6fbb", "o"),
-        ("swap", "two neighbours swapped (drawn between them)", 0.5, "#e07b39", "D"),
-    )
-    for key, label, shift, colour, marker in series:
-        y = _change(results[key], results["nll"])
-        axes.plot(
-            np.arange(len(y)) + shift,
-            y,
-            color=colour,
-            marker=marker,
-            markersize=7,
-            linewidth=1.8,
-            markeredgecolor="white",
-            label=label,
-        )
-        seen += [*y[np.isfinite(y)]]
-    axes.legend(frameon=False, fontsize=12, loc="upper right")
-    axes.set_title(
-        "What each layer, and the order of each two, is worth",
-        loc="left",
-        fontsize=13,
-        fontweight="bold",
-        color=INK,
-    )
-    axes.set_xlabel("layer", fontsize=12)
-    axes.set_ylabel("change of loss (nats/token)", fontsize=12)
-    axes.set_xlim(-0.7, L - 0.3)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
-    axes.set_ylim(min(-0.02, 1.3 * min(seen)), max(0.2, 1.5 * max(seen)))
-    loss_axis(axes, "y")
-    plain_axes(axes, "both")
+    change = {key: _change(results[key], results["nll"]) for key in ("delete", "swap")}
+    series = [
+        Costs("layer deleted", change["delete"], "#2a6fbb", "o"),
+        Costs("two neighbours swapped (drawn between them)", change["swap"], "#e07b39", "D", 0.5),
+    ]
+    draw_costs(axes, "What each layer, and the order of each two, is worth", results["layers"], series)

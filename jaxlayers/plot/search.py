@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from jaxlayers.plot.style import INK, plain_axes
+from jaxlayers.plot.style import INK, TITLE, page, plain_axes
 from jaxlayers.program_text import shorten
 from jaxlayers.search.found import Found, Score
 from jaxlayers.search.report import base, share, solved
@@ -56,16 +56,12 @@ def search_figure(found: Sequence[Found], depth: int) -> Figure:
 
     below = max(1.3 + 0.21 * len(rows), 1.3 + 0.2 * len(groups) * (len(by) + 1))
     heights = 4.2, min(max(below, 2.4), 8.0)
-    figure = Figure(figsize=(16, 0.7 + sum(heights)), dpi=110, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08, wspace=0.02, hspace=0.02)
-    panels = figure.subplots(2, 2, height_ratios=heights, width_ratios=[1.25, 1])
-    figure.suptitle(
+    title = (
         f"A program for each task   ({_count(len(by[main]), 'task')}, {depth} layers, at most "
-        f"{_count(max(len(each.scores) for each in found), 'program')} tried for each)",
-        fontsize=15,
-        fontweight="bold",
-        color=INK,
+        f"{_count(max(len(each.scores) for each in found), 'program')} tried for each)"
     )
+    figure = page(title, 0.7 + sum(heights), w_pad=0.1, h_pad=0.08, wspace=0.02, hspace=0.02)
+    panels = figure.subplots(2, 2, height_ratios=heights, width_ratios=[1.25, 1])
     _draw_use(panels[0, 0], by[main], depth, main)
     _draw_lengths(panels[0, 1], by, depth, main)
     _draw_programs(panels[1, 0], rows, depth, heights[1])
@@ -109,7 +105,7 @@ def _count(number: int, what: str) -> str:
 
 def _entitle(axes: Axes, text: str, **what: Any) -> None:
     """Puts the title above the axes and the legend in a line between them, where no curve can cross it."""
-    axes.set_title(text, loc="left", fontsize=13, fontweight="bold", color=INK, pad=31)
+    axes.set_title(text, loc="left", pad=31, **TITLE)
     look = {"frameon": False, "fontsize": 10, "borderaxespad": 0.3, "columnspacing": 1.4, "handlelength": 1.8}
     axes.legend(loc="lower left", bbox_to_anchor=(-0.015, 1.0), ncols=8, **look, **what)
 
